@@ -1,0 +1,1 @@
+"""Backends that turn one ONNX file into an engine, behind one interface."""

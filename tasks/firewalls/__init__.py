@@ -1,0 +1,1 @@
+"""Rules that turn source, graphs and experiments into findings: shape, control flow, operators, numerics."""

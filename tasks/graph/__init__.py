@@ -1,0 +1,1 @@
+"""ONNX graph passes: precision, Q/DQ, BatchNorm folding and naming, on onnx_ir."""

@@ -1,0 +1,170 @@
+"""Makes a function a stage: its inputs turn into a key, the key into an artifact from the store or from one run."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from pydantic import BaseModel
+
+from enginesmith.tasks import progress
+from enginesmith.tasks.errors import EnginesmithError
+from enginesmith.tasks.store import REPORT, SCHEMA, Artifact, Store, sha256_file
+
+if TYPE_CHECKING:
+    from prefect import Task
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """A value that says what of it a stage's result depends on."""
+
+    def key_part(self) -> object:
+        """JSON-compatible data: equal exactly when the value's content is equal."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file from outside the store, known by its bytes and not by its place.
+
+    Attributes:
+        path: where it lies now.
+        sha256: hex SHA-256 of its bytes.
+    """
+
+    path: Path
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path, *, key: str = "") -> SourceFile:
+        """Read and digest a file; `key` is the key of pipeline.yaml that named it."""
+        try:
+            return cls(path, sha256_file(path))
+        except OSError as error:
+            raise EnginesmithError(
+                f"{path} cannot be read: {error.strerror}", key=key, hint="check the path; it is relative to the file"
+            ) from error
+
+    def key_part(self) -> object:
+        """The digest."""
+        return {"sha256": self.sha256}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One folder of an artifact that may not exist yet: how a later stage depends on a single variant."""
+
+    artifact: Artifact
+    folder: str
+
+    def resolve(self) -> Artifact:
+        """The folder as an artifact."""
+        return self.artifact.part(self.folder)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A named function from inputs to the files of one artifact.
+
+    Args:
+        name: name in the store, in Prefect and in reports.
+        version: raised by whoever changes what the function writes.
+        run: the function: ``run(out, **inputs) -> report``. It writes its files into the empty folder `out` and
+            returns a pydantic model, saved as report.json. It reads no file that is not among its inputs, and never
+            another stage's report.
+        tools: distributions whose versions shape the output.
+    """
+
+    name: str
+    version: int
+    run: Callable[..., BaseModel]
+    tools: tuple[str, ...] = ()
+
+    def explain(self, **inputs: object) -> dict[str, Any]:
+        """Everything the key depends on, as JSON data."""
+        return {
+            "schema": SCHEMA,
+            "stage": self.name,
+            "version": self.version,
+            "inputs": {name: key_part(value) for name, value in sorted(inputs.items())},
+            "tools": {tool: tool_version(tool) for tool in sorted(self.tools)},
+        }
+
+    def __call__(self, *, store: Store, **inputs: object) -> Artifact:
+        """The artifact for these inputs: from the store when it is there, else made by running the stage."""
+        resolved = {name: value.resolve() if isinstance(value, Part) else value for name, value in inputs.items()}
+        progress.checkpoint()
+        explained = self.explain(**resolved)
+        key = digest_of(explained)
+        found = store.lookup(self.name, key)
+        if found is not None:
+            return found
+        with store.building(self.name, key) as folder:
+            if isinstance(folder, Artifact):
+                return folder
+            started = time.monotonic()
+            try:
+                report = self.run(folder, **resolved)
+                (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
+                return store.publish(self.name, key, folder, inputs=explained, seconds=time.monotonic() - started)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise EnginesmithError(
+                    f"the disk is full: {self.name} could not write {error.filename or 'its files'}",
+                    where=str(store.root),
+                    key="store.url",
+                    hint="free space or move the store (store.url, ENGINESMITH_STORE); finished stages are kept",
+                ) from error
+
+    @cached_property
+    def task(self) -> Task[..., Artifact]:
+        """The stage as a Prefect task. The store is the only cache; a hit shows as Cached."""
+        from prefect import task
+        from prefect.cache_policies import NO_CACHE
+        from prefect.states import Completed
+
+        @task(name=self.name, cache_policy=NO_CACHE, persist_result=False)
+        def run(**inputs: Any) -> Any:
+            artifact = self(**inputs)
+            return Completed(name="Cached", data=artifact) if artifact.cached else artifact
+
+        return run
+
+
+def key_part(value: object) -> object:
+    """What of a value belongs into a key. Paths and unknown types are refused: a place is not a content."""
+    if isinstance(value, Artifact):
+        return {"artifact": value.digest}
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Keyed):
+        return value.key_part()
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): key_part(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [key_part(item) for item in value]
+    raise TypeError(f"{type(value).__name__} cannot be part of a stage's key")
+
+
+def digest_of(data: object) -> str:
+    """Hex SHA-256 of JSON data in canonical form."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def tool_version(distribution: str) -> str:
+    """Installed version of a distribution, "absent" when it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,164 @@
+"""Turns ``module:function`` in a pipeline's folder into the callable and into a digest of the code behind it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from enginesmith.tasks.errors import EnginesmithError
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """A callable of the user's, named as in pipeline.yaml.
+
+    Attributes:
+        folder: the pipeline file's folder.
+        spec: ``module:function``.
+        key: the key of pipeline.yaml that names it.
+    """
+
+    folder: Path
+    spec: str
+    key: str = ""
+
+    def key_part(self) -> object:
+        """The spec, digests of the module and what it imports from the folder, and versions of what else it imports."""
+        files, distributions = _closure(self.folder, self.spec.partition(":")[0])
+        return {
+            "spec": self.spec,
+            "files": {
+                path.relative_to(self.folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+                for path in sorted(files)
+            },
+            "distributions": distributions,
+        }
+
+    def load(self) -> Callable[..., Any]:
+        """Import the module and return the function. Call inside `importable`.
+
+        Raises:
+            EnginesmithError: the module or the function is not there, or importing it failed.
+        """
+        module_name, _, function = self.spec.partition(":")
+        if importlib.util.find_spec(module_name.partition(".")[0]) is None:
+            raise EnginesmithError(
+                f"no module {module_name!r}",
+                key=self.key,
+                hint=f"it is looked for in {self.folder} and among the installed packages",
+            )
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise user_error(error, f"importing {module_name!r} failed", folder=self.folder, key=self.key) from error
+        value = getattr(module, function, None)
+        if not callable(value):
+            names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+            raise EnginesmithError(
+                f"{module_name!r} has no function {function!r}",
+                where=str(getattr(module, "__file__", module_name)),
+                key=self.key,
+                hint=f"it has: {', '.join(names)}" if names else "",
+            )
+        return value  # type: ignore[no-any-return]
+
+    def __call__(self, *args: object) -> Any:
+        """Load and call; what the function raises becomes an `EnginesmithError` that names its line."""
+        function = self.load()
+        try:
+            return function(*args)
+        except Exception as error:
+            raise user_error(error, f"{self.spec} failed", folder=self.folder, key=self.key) from error
+
+
+@contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """Put a pipeline's folder first on the import path; afterwards forget its modules: two `model.py` never meet."""
+    before = set(sys.modules)
+    place = str(folder)
+    sys.path.insert(0, place)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(place)
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).is_relative_to(folder):
+                del sys.modules[name]
+
+
+def user_error(error: Exception, what: str, *, folder: Path, key: str = "") -> EnginesmithError:
+    """An exception from the user's code, at the user's own line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if Path(f.filename).is_relative_to(folder)]
+    frame = own[-1] if own else (frames[-1] if frames else None)
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f"{error.filename}:{error.lineno}"
+    else:
+        where = f"{frame.filename}:{frame.lineno}" if frame else ""
+    return EnginesmithError(f"{what}: {type(error).__name__}: {error}", where=where, key=key)
+
+
+def _closure(folder: Path, module: str) -> tuple[set[Path], dict[str, str]]:
+    """Files in the folder that a module is made of, followed through its imports, and distributions it names."""
+    files: set[Path] = set()
+    outside: set[str] = set()
+    todo = [module]
+    seen: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        found = _files_of(folder, name)
+        if not found:
+            outside.add(name.partition(".")[0])
+            continue
+        for path in found - files:
+            files.add(path)
+            package = path.relative_to(folder).with_suffix("").parts[:-1]
+            todo += _imports(path, package)
+    by_module = metadata.packages_distributions()
+    names = {d for top in outside if top not in sys.stdlib_module_names for d in by_module.get(top, ())}
+    return files, {name: metadata.version(name) for name in sorted(names)}
+
+
+def _files_of(folder: Path, name: str) -> set[Path]:
+    """The files that importing a dotted name from the folder would run; empty when it is not there."""
+    parts = name.split(".")
+    found: set[Path] = set()
+    for depth in range(1, len(parts) + 1):
+        base = folder.joinpath(*parts[:depth])
+        for candidate in (base / "__init__.py", base.with_name(base.name + ".py")):
+            if candidate.is_file():
+                found.add(candidate)
+    return found
+
+
+def _imports(path: Path, package: tuple[str, ...]) -> list[str]:
+    """Dotted names that a file imports; relative ones resolved, names imported from a package tried as modules too."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError:
+        return []
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            origin = ".".join(part for part in (base, node.module or "") if part)
+            names += [origin] if origin else []
+            names += [f"{origin}.{alias.name}" if origin else alias.name for alias in node.names]
+    return [name for name in names if name]
