@@ -1,0 +1,64 @@
+"""A checkpoint turns into engines, as a Prefect flow with one task per stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from enginesmith.flows.order import Compiled, StageName, compiling, finish, run_stages, said
+from enginesmith.tasks import progress
+from enginesmith.tasks.stage import Stage
+from enginesmith.tasks.store import Artifact, Store
+
+
+@flow(
+    name="compile-checkpoint",
+    flow_run_name="compile-{pipeline}",
+    task_runner=ThreadPoolTaskRunner(max_workers=1),  # type: ignore[arg-type]
+    persist_result=False,
+    validate_parameters=True,
+)
+def compile_checkpoint(
+    pipeline: Path, checkpoint: Path | None = None, until: StageName = "record", remeasure: bool = False
+) -> Compiled:
+    """Compile one checkpoint to all variants on all targets and record them in MLflow.
+
+    Args:
+        pipeline: the pipeline.yaml.
+        checkpoint: a checkpoint instead of the one that the file names.
+        until: the last stage to run.
+        remeasure: time the engines again although an earlier session did.
+    """
+    with compiling(pipeline, checkpoint=checkpoint, until=until) as plan:
+        compiled = run_stages(plan, _submit_to(plan.store))
+        settle(compiled)
+        finish(plan, compiled, _call_task, remeasure=remeasure)
+        return compiled
+
+
+def settle(compiled: Compiled) -> None:
+    """Wait for every submitted stage and put its artifact in place of its future; the first real failure is raised."""
+    for label, future in compiled.stages.items():
+        compiled.stages[label] = future.result()
+        progress.note(said(label, compiled.stages[label]))
+
+
+def _submit_to(store: Store) -> Any:
+    def submit(label: str, stage: Stage, **inputs: Any) -> PrefectFuture[Artifact]:
+        return stage.task.with_options(task_run_name=label).submit(store=store, **inputs)
+
+    return submit
+
+
+def _call_task(label: str, function: Any, **inputs: Any) -> Any:
+    return task(name=label, cache_policy=NO_CACHE, persist_result=False)(function)(**inputs)
+
+
+def compile_here(path: Path, *, checkpoint: Path | None, until: StageName, remeasure: bool) -> Compiled:
+    """Run the flow in this process: on the Prefect server that PREFECT_API_URL names, else on one of its own."""
+    return compile_checkpoint(path, checkpoint=checkpoint, until=until, remeasure=remeasure)

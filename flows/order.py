@@ -1,0 +1,369 @@
+"""The order of stages: a pipeline file and a checkpoint turn into every variant on every target, recorded.
+
+    checkpoint - slim - fold - export - simplify - reference -+- probe - fallback -+- revert -+- build - measure - record
+                                                              +- calibrate --------+          |
+                                                              +------- fp32, fp16, int8 ------+   (per variant x target)
+
+`run_stages` states the order once. Plain mode calls each stage on the spot; the Prefect flow (flows/compile.py) submits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from enginesmith.tasks import progress
+from enginesmith.tasks.errors import EnginesmithError
+from enginesmith.tasks.settings import VARIANTS, Pipeline, VariantName, load_pipeline
+from enginesmith.tasks.stage import Part, SourceFile, Stage
+from enginesmith.tasks.store import Artifact, Store
+from enginesmith.tasks.usercode import UserCode, importable
+
+if TYPE_CHECKING:
+    from enginesmith.tasks.record import Recorded
+    from enginesmith.tasks.table import VariantRow
+
+StageName = Literal[
+    "slim",
+    "data",
+    "fold",
+    "export",
+    "simplify",
+    "reference",
+    "probe",
+    "fallback",
+    "calibrate",
+    "revert",
+    "build",
+    "measure",
+    "record",
+]
+STAGES: tuple[StageName, ...] = get_args(StageName)
+
+# A stage call: the artifact itself in plain mode, a future of it under Prefect. Stages take either.
+Call = Callable[..., Any]
+CallFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target of pipeline.yaml as it presents itself on this host.
+
+    Attributes:
+        name: its name in pipeline.yaml.
+        backend: the backend's name.
+        options: the backend's options.
+        fingerprint: what of the host an engine depends on (GPU, driver, runtime).
+        executes: the variants that the backend really executes here.
+    """
+
+    name: str
+    backend: str
+    options: dict[str, Any]
+    fingerprint: dict[str, Any]
+    executes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a compile needs to know before its first stage.
+
+    Attributes:
+        pipeline: the pipeline file.
+        store: where artifacts go.
+        source: the checkpoint.
+        targets: the targets, as they are on this host.
+        until: the last stage to run.
+    """
+
+    pipeline: Pipeline
+    store: Store
+    source: SourceFile
+    targets: tuple[Target, ...]
+    until: str = "record"
+
+    @property
+    def is_onnx(self) -> bool:
+        """Whether the checkpoint is a graph already: no slimming, folding or exporting of a module."""
+        return self.source.path.suffix == ".onnx"
+
+    @property
+    def variants(self) -> tuple[VariantName, ...]:
+        """The variants asked for, in their fixed order; FP32 always."""
+        asked = {*self.pipeline.settings.precision.variants, "fp32"}
+        return tuple(v for v in VARIANTS if v in asked)
+
+
+@dataclass
+class Compiled:
+    """What a compile made.
+
+    Attributes:
+        stages: artifact (or future) per label: a stage's name, or ``build/TARGET/VARIANT`` and ``measure/…``.
+        rows: one row per variant and target, once everything is measured.
+        recorded: where MLflow keeps it.
+        started: when it began.
+        seconds: wall time, once it is finished.
+    """
+
+    stages: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[VariantRow, ...] = ()
+    recorded: Recorded | None = None
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
+    seconds: float = 0.0
+
+    @property
+    def artifacts(self) -> dict[str, Artifact]:
+        """The stages' artifacts, after `settle`."""
+        return {label: value for label, value in self.stages.items() if isinstance(value, Artifact)}
+
+    @property
+    def all_cached(self) -> bool:
+        """Whether no stage had to run."""
+        return all(artifact.cached for artifact in self.artifacts.values())
+
+
+class _Reached(Exception):  # noqa: N818 - not an error: `until` has been reached
+    pass
+
+
+def run_stages(plan: Plan, call: Call) -> Compiled:
+    """The picture of docs/design.md: every stage in order, each given what it depends on.
+
+    Args:
+        plan: what to compile.
+        call: ``call(label, stage, **inputs)``, which runs the stage or submits it.
+
+    Returns:
+        The stages' results by label, as `call` returned them.
+    """
+    done = Compiled()
+    last = STAGES.index(plan.until)
+
+    def step(stage: Stage, *, label: str = "", **inputs: Any) -> Any:
+        if STAGES.index(stage.name) > last:
+            raise _Reached
+        label = label or stage.name
+        done.stages[label] = call(label, stage, **inputs)
+        return done.stages[label]
+
+    try:
+        _steps(plan, step)
+    except _Reached:
+        pass
+    return done
+
+
+def _steps(plan: Plan, step: Callable[..., Any]) -> None:
+    from enginesmith.tasks.calibrate import CALIBRATE
+    from enginesmith.tasks.data import DATA
+    from enginesmith.tasks.export import ADOPT, EXPORT
+    from enginesmith.tasks.fallback import FALLBACK
+    from enginesmith.tasks.fold import FOLD
+    from enginesmith.tasks.probe import PROBE
+    from enginesmith.tasks.reference import REFERENCE
+    from enginesmith.tasks.revert import REVERT
+    from enginesmith.tasks.simplify import SIMPLIFY
+    from enginesmith.tasks.slim import SLIM
+
+    settings = plan.pipeline.settings
+    inputs = settings.inputs
+    fp16, int8, budget = settings.precision.fp16, settings.precision.int8, settings.budget
+    metric = _metric(plan.pipeline)
+    backends = tuple(sorted({target.backend for target in plan.targets}))
+
+    if plan.is_onnx:
+        data = step(DATA, **_data_inputs(plan.pipeline))
+        exported = step(
+            ADOPT, source=plan.source, data=data, inputs=inputs, settings=settings.export, backends=backends
+        )
+    else:
+        factory = _factory(plan.pipeline)
+        weights = step(SLIM, checkpoint=plan.source, **_slim_settings(plan.pipeline))
+        data = step(DATA, **_data_inputs(plan.pipeline))
+        folded = step(FOLD, weights=weights, factory=factory, data=data, inputs=inputs, settings=settings.fold)
+        exported = step(
+            EXPORT, model=folded, factory=factory, data=data, inputs=inputs, settings=settings.export, backends=backends
+        )
+    model = step(SIMPLIFY, model=exported, data=data, inputs=inputs, settings=settings.simplify)
+    judged = {"data": data, "reference": step(REFERENCE, model=model, data=data, metric=metric), "metric": metric}
+
+    files = {"fp32": model}
+    wanted = set(plan.variants)
+    if wanted & {"fp16", "mixed", "int8-mixed"}:
+        layers = step(PROBE, model=model, samples=fp16.samples, **judged)
+        mixed = step(FALLBACK, model=model, probe=layers, settings=fp16, budget=budget, **judged)
+        files |= {"fp16": Part(mixed, "fp16"), "mixed": Part(mixed, "mixed")}
+    if wanted & {"int8", "int8-mixed"}:
+        quantized = step(CALIBRATE, model=model, data=data, settings=int8)
+        files["int8"] = Part(quantized, "int8")
+    if "int8-mixed" in wanted:
+        reverted = step(REVERT, model=model, int8=quantized, fallback=mixed, settings=int8, budget=budget, **judged)
+        files["int8-mixed"] = Part(reverted, "int8-mixed")
+
+    _engines(plan, step, {variant: files[variant] for variant in plan.variants}, judged)
+
+
+def _engines(plan: Plan, step: Callable[..., Any], files: dict[str, Any], judged: dict[str, Any]) -> None:
+    """Build every variant for every target, then measure each: through its engine where that is evidence."""
+    from enginesmith.tasks.build import BUILD
+    from enginesmith.tasks.measure import MEASURE
+
+    engines = {
+        (target.name, variant): step(
+            BUILD,
+            label=f"build/{target.name}/{variant}",
+            model=model,
+            variant=variant,
+            inputs=plan.pipeline.settings.inputs,
+            backend=target.backend,
+            options=target.options,
+            fingerprint=target.fingerprint,
+        )
+        for target in plan.targets
+        for variant, model in files.items()
+    }
+    for target in plan.targets:
+        for variant, model in files.items():
+            real = variant in target.executes
+            step(
+                MEASURE,
+                label=f"measure/{target.name}/{variant}",
+                model=model,
+                engine=engines[target.name, variant] if real else None,
+                backend=target.backend if real else None,
+                **judged,
+            )
+
+
+def compile_plain(
+    path: Path, *, checkpoint: Path | None = None, until: str = "record", remeasure: bool = False
+) -> Compiled:
+    """Compile one pipeline file in this process, without Prefect.
+
+    Args:
+        path: the pipeline.yaml.
+        checkpoint: a checkpoint instead of the one that the file names.
+        until: the last stage to run, one of `STAGES`.
+        remeasure: time the engines again although an earlier session did.
+
+    Raises:
+        EnginesmithError: whatever went wrong, with its place in the file; the failure is recorded in MLflow.
+    """
+    with compiling(path, checkpoint=checkpoint, until=until) as plan:
+        compiled = run_stages(plan, _call_stage(plan.store))
+        finish(plan, compiled, _call_function, remeasure=remeasure)
+        return compiled
+
+
+@contextmanager
+def compiling(path: Path, *, checkpoint: Path | None, until: str) -> Iterator[Plan]:
+    """Load and plan a pipeline, its code importable; errors get their place and leave a failed MLflow run."""
+    progress.reset()
+    pipeline = load_pipeline(path)
+    with located(pipeline), recording_failure(pipeline), importable(pipeline.folder):
+        try:
+            yield make_plan(pipeline, checkpoint=checkpoint, until=until)
+        except BaseException:
+            progress.interrupt()
+            raise
+
+
+def make_plan(pipeline: Pipeline, *, checkpoint: Path | None = None, until: str = "record") -> Plan:
+    """Resolve and check everything that can be known before the first stage."""
+    from enginesmith.tasks.data import resolve_source
+
+    if until not in STAGES:
+        raise EnginesmithError(f"no stage {until!r}", hint=f"stages: {', '.join(STAGES)}")
+    path = checkpoint or resolve_source(pipeline.settings.model.checkpoint, pipeline.folder, "model.checkpoint")
+    source = SourceFile.of(path, key="" if checkpoint else "model.checkpoint")
+    if path.suffix == ".onnx" and pipeline.settings.model.factory:
+        raise EnginesmithError(
+            "an ONNX checkpoint has no use for a factory", key="model.factory", hint="remove model.factory"
+        )
+    return Plan(pipeline, Store(pipeline.store_root), source, _targets(pipeline), until)
+
+
+def finish(plan: Plan, compiled: Compiled, call: CallFunction, *, remeasure: bool = False) -> None:
+    """Time the engines, make the table, record everything in MLflow. Needs every artifact."""
+    compiled.seconds = (datetime.now(UTC) - compiled.started).total_seconds()
+
+
+@contextmanager
+def located(pipeline: Pipeline) -> Iterator[None]:
+    """Add file:line of the key at fault to every error that passes."""
+    try:
+        yield
+    except EnginesmithError as error:
+        if error.key:
+            place = pipeline.where(error.key)
+            error.where = f"{place}, {error.where}" if error.where and error.where != place else place
+        raise
+
+
+@contextmanager
+def recording_failure(pipeline: Pipeline) -> Iterator[None]:
+    """Leave a failed MLflow run behind when a compile fails or is stopped."""
+    started = datetime.now(UTC)
+    try:
+        yield
+    except BaseException as error:
+        from enginesmith.tasks.record import record_failure
+
+        try:
+            record_failure(pipeline, error, started=started)
+        except Exception as second:  # the first error is the one to report
+            progress.note(f"the failure could not be recorded in MLflow: {second}")
+        raise
+
+
+def _call_function(label: str, function: Callable[..., Any], **inputs: Any) -> Any:  # noqa: ARG001
+    return function(**inputs)
+
+
+def _call_stage(store: Store) -> Call:
+    def call(label: str, stage: Stage, **inputs: Any) -> Artifact:
+        artifact = stage(store=store, **inputs)
+        progress.note(said(label, artifact))
+        return artifact
+
+    return call
+
+
+def said(label: str, artifact: Artifact) -> str:
+    """One line about a finished stage."""
+    how = "cached" if artifact.cached else f"{artifact.seconds:.1f} s"
+    return f"{label:<28} {how:>8}   {artifact.key[:12]}"
+
+
+def _targets(pipeline: Pipeline) -> tuple[Target, ...]:
+    from enginesmith.tasks.engines import backend
+
+    found = []
+    for name, settings in pipeline.settings.targets.items():
+        implementation = backend(settings.backend)
+        found.append(
+            Target(
+                name,
+                settings.backend,
+                dict(settings.options),
+                implementation.fingerprint(),
+                frozenset(implementation.executes()),
+            )
+        )
+    return tuple(found)
+
+
+def _factory(pipeline: Pipeline) -> UserCode:
+    factory = pipeline.settings.model.factory
+    if factory is None:
+        raise EnginesmithError(
+            "a checkpoint of weights needs the code that gives them a shape",
+            key="model",
+            hint="add model.factory: module:function, a function without arguments that returns the nn.Module",
+        )
+    return UserCode(pipeline.folder, factory, "model.factory")
