@@ -65,8 +65,8 @@ def note(message: str) -> None:
 
 
 @contextmanager
-def track(description: str, total: float) -> Iterator[Bar]:
-    """A bar of `total` steps, shown while the block runs."""
+def track(description: str, total: float | None) -> Iterator[Bar]:
+    """A bar of `total` steps (None when unknown), shown while the block runs."""
     checkpoint()
     if _quiet.is_set():
         yield _Silent()
@@ -87,7 +87,7 @@ class _Lines:
     """At most one line every ten seconds."""
 
     description: str
-    total: float
+    total: float | None
     done: float = 0.0
     said: float = field(default_factory=time.monotonic)
 
@@ -97,7 +97,8 @@ class _Lines:
         now = time.monotonic()
         if now - self.said >= 10:
             self.said = now
-            note(f"{self.description}: {self.done / self.total:.0%}" if self.total else self.description)
+            share = f"{self.done / self.total:.0%}" if self.total else f"{self.done:g}"
+            note(f"{self.description}: {share}")
 
 
 @dataclass
@@ -113,7 +114,7 @@ class _RichBar:
 
 
 @contextmanager
-def _rich_bar(description: str, total: float) -> Iterator[_RichBar]:
+def _rich_bar(description: str, total: float | None) -> Iterator[_RichBar]:
     """Bars of all threads share one live display, started by the first and stopped by the last."""
     global _live, _bars
     from rich.console import Console
