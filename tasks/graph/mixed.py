@@ -1,0 +1,350 @@
+"""Turns an FP32 graph and names of nodes wanted in FP16 into a typed graph: FLOAT16 tensors, Cast at the borders."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import CheckerPass, ShapeInferencePass
+
+from enginesmith.tasks.errors import EnginesmithError
+from enginesmith.tasks.graph.names import UniqueNodeNames, all_nodes
+from enginesmith.tasks.graph.placement import FLOAT, FLOAT16, Placement, Unit, constant, half_form, place
+
+MARK = "enginesmith.precision"
+"""Key of the model's metadata that says a conversion has been made."""
+
+_LAZY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class LossyConstant:
+    """A constant operand that FP16 does not hold.
+
+    Attributes:
+        node: name of the node that reads it.
+        tensor: name of the constant.
+        size: number of elements.
+        overflow: finite elements that become infinite.
+        vanished: elements that become zero.
+        subnormal: elements that lose bits because they are FP16 subnormals.
+        absmax: largest finite magnitude before.
+    """
+
+    node: str
+    tensor: str
+    size: int
+    overflow: int
+    vanished: int
+    subnormal: int
+    absmax: float
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A typed graph and what making it took.
+
+    Attributes:
+        model: the typed graph.
+        half: names of the nodes that run in FP16 in it, in graph order.
+        moved: names of nodes that run in the other precision than asked for, which saves casts and changes no value.
+        casts: Cast nodes added. No placement of the same values has fewer.
+        unmoved_casts: Cast nodes that there would be if no node had moved.
+        constants: constants stored as FLOAT16 that lose elements to overflow, zero or subnormals.
+    """
+
+    model: ir.Model
+    half: tuple[str, ...]
+    moved: tuple[str, ...]
+    casts: int
+    unmoved_casts: int
+    constants: tuple[LossyConstant, ...]
+
+
+def to_mixed(model: ir.Model, half: Collection[str]) -> ir.Model:
+    """The typed graph in which the named nodes run in FP16; see `ToMixed`. The given model is not changed.
+
+    Raises:
+        EnginesmithError: a name matches no node, or a node that has no FP16 form; the model is a result of this
+            function; it does not pass the ONNX checker.
+    """
+    return convert(model, half).model
+
+
+def convert(model: ir.Model, half: Collection[str]) -> Conversion:
+    """`to_mixed`, with what it did."""
+    conversion = ToMixed(half)
+    try:
+        conversion(model)
+    except ir.passes.PreconditionError as error:
+        if isinstance(error.__cause__, EnginesmithError):
+            raise error.__cause__ from None
+        raise
+    assert conversion.result is not None  # noqa: S101 - the pass ran
+    return conversion.result
+
+
+def lossy_constants(model: ir.Model, half: Collection[str]) -> tuple[LossyConstant, ...]:
+    """The constants that the named nodes would read rounded, and that FP16 does not hold.
+
+    Args:
+        model: types known, node names unique.
+        half: names of nodes.
+    """
+    found: list[LossyConstant] = []
+    for node in model.graph.all_nodes():
+        form = half_form(node, model.opset_imports) if node.name in half else None
+        for index in form.operands if form else ():
+            value = node.inputs[index]
+            loss = _loss(node.name or "", value) if value is not None else None
+            if loss is not None:
+                found.append(loss)
+    return tuple(found)
+
+
+class ToMixed(ir.passes.FunctionalPass):
+    """Type the named nodes FLOAT16 and put Casts at the borders.
+
+    Rewritten:
+
+    1. Every float32 operand and result of a named node becomes FLOAT16 where the operator's schema allows it: also of
+       nodes in the bodies of If, Loop and Scan.
+    2. A Cast to FLOAT16 stands behind a float32 tensor that named nodes read, and a Cast to FLOAT behind a FLOAT16
+       tensor that others read: one per tensor, directly behind its writer, shared by all readers, bodies included.
+    3. A float32 constant that named nodes read is stored as FLOAT16, rounded to nearest even; when others read it too
+       there is one copy per precision. Nothing is clamped: what FP16 does not hold becomes infinite, subnormal or zero
+       (`Conversion.constants` says so).
+    4. Nodes that only move data, that compare, or that cast, and the values that If, Loop and Scan carry, run in
+       whichever precision needs the fewest casts, when that changes no value (`placement.place`).
+    5. A Cast to float32, and nodes that make float32 data from nothing (ConstantOfShape, RandomNormal, …), make FLOAT16
+       directly when named.
+    6. Graph outputs keep name and type: the FLOAT16 tensor behind one is called `NAME_fp16`. Unnamed nodes get names.
+
+    Left alone: integer, boolean, float64 and string data; operands that the operator wants as float32 whatever the
+    others are (Resize's roi and scales, …); nodes that are not named; model-local functions.
+
+    Refused: names that match no node or a node without an FP16 form (unknown operators, control flow, no float32 data);
+    a model that has been converted already; a model that does not pass the full ONNX checker.
+
+    Afterwards the model passes the full checker with strict shape inference and is sorted topologically.
+    """
+
+    def __init__(self, half: Collection[str]) -> None:
+        self._half = frozenset(half)
+        self.result: Conversion | None = None
+
+    def requires(self, model: ir.Model) -> None:
+        """The model is whole, has not been converted, and knows the names."""
+        if MARK in model.metadata_props:
+            raise EnginesmithError(
+                "the model has been converted to mixed precision already",
+                hint="convert the FP32 model it was made from",
+            )
+        try:
+            CheckerPass(full_check=True)(model)
+        except Exception as error:
+            raise EnginesmithError(f"the model does not pass the ONNX checker: {error}") from error
+        nodes = {node.name: node for node in all_nodes(model) if node.name}
+        for name in sorted(self._half - set(nodes)):
+            close = difflib.get_close_matches(name, nodes, n=3)
+            raise EnginesmithError(
+                f"no node is called {name!r}", hint=f"did you mean {', '.join(close)}?" if close else ""
+            )
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Convert a copy."""
+        model = model.clone()
+        UniqueNodeNames()(model)
+        ShapeInferencePass()(model)
+        for node in model.graph.all_nodes():
+            if node.name in self._half and half_form(node, model.opset_imports) is None:
+                raise EnginesmithError(f"{node.op_type} {node.name!r} has no FP16 form", where=node.name or "")
+        constants = lossy_constants(model, self._half)
+        placement = place(model, self._half)
+        casts = _Rewriter(model, placement).rewrite()
+        if placement.half:
+            model.metadata_props[MARK] = "mixed"
+        names = tuple(u.node.name or "" for u in placement.units if u.node is not None and u in placement.half)
+        self.result = Conversion(model, names, placement.moved, casts, placement.unmoved_casts, constants)
+        return ir.passes.PassResult(model, modified=bool(placement.half))
+
+    def ensures(self, model: ir.Model) -> None:
+        """The full checker with strict shape inference accepts the result."""
+        CheckerPass(full_check=True)(model)
+
+
+class _Rewriter:
+    """Types and casts for one model, changed in place."""
+
+    def __init__(self, model: ir.Model, placement: Placement) -> None:
+        self._model = model
+        self._placement = placement
+        self._names = _Names(model)
+        self._firsts = {graph: graph[0] if len(graph) else None for graph in model.graphs()}
+
+    def rewrite(self) -> int:
+        crossings = list(self._placement.crossings())
+        for unit in self._placement.units:
+            if unit in self._placement.half:
+                for value in unit.writes:
+                    value.type = ir.TensorType(FLOAT16)
+                if unit.node is not None:
+                    _retype_attributes(unit.node, unit)
+        for value, readers in crossings:
+            cast = self._insert_cast(value, for_output=any(r.use.holder is self._model.graph for r in readers))
+            for reader in readers:
+                reader.use.replace(cast)
+        self._convert_constants()
+        return len(crossings)
+
+    def _insert_cast(self, value: ir.Value, *, for_output: bool) -> ir.Value:
+        old = value.name or ""
+        to_half = value.dtype == FLOAT
+        if for_output:
+            value.name = self._names.free(f"{old}_fp16")
+            name = old
+        else:
+            name = self._names.free(f"{old}_{'fp16' if to_half else 'fp32'}")
+        dtype = FLOAT16 if to_half else FLOAT
+        result = ir.Value(name=name, type=ir.TensorType(dtype), shape=value.shape)
+        node = ir.node(
+            "Cast",
+            [value],
+            {"to": int(dtype)},
+            outputs=[result],
+            name=self._names.free(f"{old}_to_{'fp16' if to_half else 'fp32'}"),
+        )
+        producer = value.producer()
+        graph = producer.graph if producer is not None else value.graph
+        if not isinstance(graph, ir.Graph):
+            raise EnginesmithError(f"tensor {old!r} belongs to no graph")
+        if producer is not None:
+            graph.insert_after(producer, node)
+        elif (first := self._firsts[graph]) is not None:
+            graph.insert_before(first, node)
+        else:
+            graph.append(node)
+        return result
+
+    def _convert_constants(self) -> None:
+        copies: dict[ir.Value, ir.Value] = {}
+        for unit in self._placement.units:
+            if unit in self._placement.half:
+                for value, use in unit.constants:
+                    if value not in copies:
+                        copies[value] = self._half_copy(value)
+                    use.replace(copies[value])
+        for value, copy in copies.items():
+            if not value.uses() and not value.is_graph_output():
+                self._replace_constant(value, copy)
+
+    def _half_copy(self, value: ir.Value) -> ir.Value:
+        """A FLOAT16 twin in the same graph and of the same kind, an initializer or a Constant node."""
+        tensor = constant(value)
+        producer = value.producer()
+        name = self._names.free(f"{value.name}_fp16")
+        copy = ir.Value(name=name, type=ir.TensorType(FLOAT16), shape=value.shape)
+        if tensor is None:
+            raise EnginesmithError(f"tensor {value.name!r} is not constant")
+        if producer is None:
+            copy.const_value = _rounded(tensor, name)
+            copy.shape = ir.Shape(tensor.shape.numpy())
+            value.graph.register_initializer(copy)  # type: ignore[union-attr]
+        else:
+            attributes = {"value": _rounded(tensor, name)}
+            node = ir.node("Constant", [], attributes, outputs=[copy], name=self._names.free(f"{producer.name}_fp16"))
+            producer.graph.insert_after(producer, node)  # type: ignore[union-attr]
+        return copy
+
+    def _replace_constant(self, value: ir.Value, copy: ir.Value) -> None:
+        """Nobody reads the float32 constant any more: the FLOAT16 one takes its name."""
+        producer = value.producer()
+        name = value.name or ""
+        if producer is None:
+            graph = value.graph
+            del graph.initializers[name]  # type: ignore[union-attr]
+            copy.name = name
+            return
+        twin = copy.producer()
+        node_name = producer.name
+        producer.graph.remove(producer, safe=True)  # type: ignore[union-attr]
+        copy.name = name
+        if twin is not None:
+            twin.name = node_name
+
+
+class _Names:
+    """Names that nothing in the model bears yet."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._taken: Counter[str] = Counter()
+        for node in all_nodes(model):
+            self._taken.update([node.name or "", *(v.name or "" for v in node.outputs)])
+        for graph in model.graphs():
+            self._taken.update([*(v.name or "" for v in graph.inputs), *graph.initializers])
+
+    def free(self, wanted: str) -> str:
+        name, number = wanted, 0
+        while name in self._taken:
+            number += 1
+            name = f"{wanted}_{number}"
+        self._taken[name] += 1
+        return name
+
+
+def _retype_attributes(node: ir.Node, unit: Unit) -> None:
+    """Say FLOAT16 in the attribute that decides a result's type, where the operator has one."""
+    if not unit.writes:
+        return
+    if node.op_type == "Cast":
+        node.attributes["to"] = ir.AttrInt64("to", int(FLOAT16))
+    elif node.op_type == "ConstantOfShape":
+        fill = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_to_half(fill)))
+    elif node.op_type in (
+        "EyeLike",
+        "RandomNormal",
+        "RandomUniform",
+        "RandomNormalLike",
+        "RandomUniformLike",
+        "Bernoulli",
+    ):
+        node.attributes["dtype"] = ir.AttrInt64("dtype", int(FLOAT16))
+    elif node.op_type in ("HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix"):
+        node.attributes["output_datatype"] = ir.AttrInt64("output_datatype", int(FLOAT16))
+
+
+def _to_half(array: np.ndarray) -> np.ndarray:
+    """Rounded to nearest even; overflow gives infinity, subnormals are kept."""
+    with np.errstate(over="ignore"):
+        return array.astype(np.float16)
+
+
+def _rounded(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """A constant in FP16; a large one is rounded whenever it is read, so that it need not stay in memory."""
+    if tensor.nbytes <= _LAZY_BYTES:
+        return ir.tensor(_to_half(tensor.numpy()), name=name)
+    return ir.LazyTensor(
+        lambda: ir.tensor(_to_half(tensor.numpy())), dtype=FLOAT16, shape=ir.Shape(tensor.shape.numpy()), name=name
+    )
+
+
+def _loss(node: str, value: ir.Value) -> LossyConstant | None:
+    tensor = constant(value)
+    if tensor is None:
+        return None
+    array = tensor.numpy()
+    half = _to_half(array)
+    finite = np.isfinite(array)
+    overflow = int(np.count_nonzero(finite & ~np.isfinite(half)))
+    vanished = int(np.count_nonzero((half == 0) & (array != 0)))
+    tiny = (np.abs(half) < np.finfo(np.float16).smallest_normal) & (half != 0)
+    subnormal = int(np.count_nonzero(tiny & (half.astype(np.float32) != array)))
+    if not (overflow or vanished or subnormal):
+        return None
+    absmax = float(np.max(np.abs(array[finite]), initial=0.0))
+    return LossyConstant(node, value.name or "", int(array.size), overflow, vanished, subnormal, absmax)
