@@ -19,7 +19,7 @@ from enginesmith.tasks.store import Artifact
 from enginesmith.tasks.usercode import UserCode
 
 STATE = "state.npz"
-REFERENCE = "reference.json"
+REFERENCE_FILE = "reference.json"
 KEY = "data.metric"
 
 State = Array | dict[str, Array] | None
@@ -47,13 +47,6 @@ class MetricRef:
     fit: UserCode | None = None
     better: Literal["higher", "lower"] = "higher"
 
-    @classmethod
-    def of(cls, settings: MetricSettings, folder: Path) -> MetricRef:
-        """The metric that pipeline.yaml names; `folder` is the file's."""
-        call = settings.call if settings.call in BUILTINS else UserCode(folder, settings.call, key=f"{KEY}.call")
-        fit = UserCode(folder, settings.fit, key=f"{KEY}.fit") if settings.fit else None
-        return cls(call, fit, settings.better)
-
     def key_part(self) -> object:
         """Code or name of the metric, and its direction."""
         return {
@@ -61,6 +54,19 @@ class MetricRef:
             "fit": self.fit.key_part() if self.fit else None,
             "better": self.better,
         }
+
+
+def metric_ref(settings: MetricSettings, folder: Path, key: str = f"{KEY}.call") -> MetricRef:
+    """The metric that settings name.
+
+    Args:
+        settings: as in pipeline.yaml.
+        folder: the pipeline file's folder, where the user's modules are.
+        key: what named the metric, for errors.
+    """
+    call = settings.call if settings.call in BUILTINS else UserCode(folder, settings.call, key=key)
+    fit = UserCode(folder, settings.fit, key=f"{KEY}.fit") if settings.fit else None
+    return MetricRef(call, fit, settings.better)
 
 
 class Outputs(Mapping[str, Array]):
@@ -264,7 +270,7 @@ def place_of(code: UserCode) -> str:
 
 
 def _reference(reference: Artifact) -> ReferenceFile:
-    return ReferenceFile.model_validate_json((reference.path / REFERENCE).read_text())
+    return ReferenceFile.model_validate_json((reference.path / REFERENCE_FILE).read_text())
 
 
 def _wrong(code: UserCode, found: str, hint: str) -> EnginesmithError:
@@ -308,11 +314,11 @@ def _agree(output: Array, reference: Array, count: int) -> npt.NDArray[np.float6
     """Per-sample agreement of one output; an output that does not divide into samples counts as a whole for each."""
     is_float = reference.dtype.kind == "f"
     if is_float and reference.ndim == 2 and len(reference) == count and reference.shape[1] >= 2:
-        return np.equal(output.argmax(axis=1), reference.argmax(axis=1)).astype(np.float64)
+        return np.asarray(output.argmax(axis=1) == reference.argmax(axis=1), dtype=np.float64)
     rows = count if reference.ndim and len(reference) % count == 0 else 1
     ours, theirs = output.reshape(rows, -1), reference.reshape(rows, -1)
     if is_float:
-        same = ours == theirs
+        same = np.equal(ours, theirs)
         ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
         with np.errstate(all="ignore"):
             error = np.linalg.norm(np.where(same, 0.0, ours - theirs), axis=1)
@@ -320,7 +326,7 @@ def _agree(output: Array, reference: Array, count: int) -> npt.NDArray[np.float6
             score = np.where(error == 0, 1.0, 1.0 - error / scale)
         score = np.nan_to_num(np.clip(score, 0.0, 1.0), nan=0.0)
     else:
-        score = (ours == theirs).mean(axis=1)
+        score = np.equal(ours, theirs).mean(axis=1)
     return np.broadcast_to(np.asarray(score, dtype=np.float64), (count,))
 
 

@@ -92,7 +92,7 @@ def resolve_source(text: str, folder: Path, key: str) -> Path:
     return path
 
 
-def resolve_data(text: str, folder: Path, key: str) -> DataSource:
+def data_source(text: str, folder: Path, key: str) -> DataSource:
     """What ``data.calibration``, ``data.evaluation`` or ``data.search`` names.
 
     ``module:function`` is code; a ``.npz`` or ``.npy`` is a file; anything else is a folder of ``.npy`` files.
@@ -112,7 +112,7 @@ def resolve_data(text: str, folder: Path, key: str) -> DataSource:
     )
 
 
-def resolve_files(texts: Sequence[str], folder: Path, key: str = "data.files") -> tuple[SourceFile | FolderSource, ...]:
+def keyed_files(texts: Sequence[str], folder: Path, key: str = "data.files") -> tuple[SourceFile | FolderSource, ...]:
     """The files and folders that the data callables read, keyed by content.
 
     Raises:
