@@ -16,6 +16,7 @@ import click
 
 if TYPE_CHECKING:
     from enginesmith.flows.order import Compiled
+    from enginesmith.tasks.store import Artifact
 
 _QUIET = {
     "DO_NOT_TRACK": "1",
@@ -61,6 +62,234 @@ def compile_command(
         _print(compiled)
 
 
+@cli.command()
+@_pipeline
+@_json
+def lint(pipeline: Path, as_json: bool) -> None:
+    """Show what the firewalls find in PIPELINE's source and exported graph; exit code 1 when something blocks."""
+    from enginesmith.flows.order import lint_pipeline
+
+    findings = lint_pipeline(pipeline)
+    if as_json:
+        click.echo(json.dumps([finding.model_dump(mode="json") for finding in findings]))
+    else:
+        for finding in findings:
+            click.echo(str(finding))
+        click.echo(f"{len(findings)} findings" if findings else "nothing found")
+    if any(finding.severity == "block" for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
+@cli.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--weights", default="auto", show_default=True, help="Which weights: auto, ema, model, or a key.")
+@click.option("--dtype", type=click.Choice(["float32", "float16"]), help="Convert floating-point weights.")
+@click.option("--allow-pickle", is_flag=True, help="Open whole pickled modules: runs code from the file.")
+@_json
+def slim(source: Path, out: Path, weights: str, dtype: str | None, allow_pickle: bool, as_json: bool) -> None:
+    """Keep the weights of the checkpoint SOURCE and write them to OUT (.safetensors)."""
+    from enginesmith.flows.workbench import put_file, scratch_store
+    from enginesmith.tasks.slim import SLIM
+    from enginesmith.tasks.stage import SourceFile
+
+    with scratch_store(near=out) as store:
+        artifact = SLIM(
+            store=store,
+            checkpoint=SourceFile.of(source),
+            weights=weights,
+            dtype=dtype,
+            allow_pickle=allow_pickle,
+            drop=(),
+            allow_nonfinite=(),
+        )
+        put_file(artifact, "weights.safetensors", out)
+        _report(artifact, out, as_json)
+
+
+@cli.command()
+@_pipeline
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Fold this instead of model.checkpoint.")
+@_json
+def fold(pipeline: Path, out: Path, checkpoint: Path | None, as_json: bool) -> None:
+    """Fold BatchNorm in PIPELINE's model and put the weights and the list of folds into the folder OUT."""
+    _one_stage("fold", pipeline, out, checkpoint, as_json)
+
+
+@cli.command()
+@_pipeline
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Export this instead of model.checkpoint.")
+@_json
+def export(pipeline: Path, out: Path, checkpoint: Path | None, as_json: bool) -> None:
+    """Export PIPELINE's model behind the firewalls and put model.onnx and findings.json into the folder OUT."""
+    _one_stage("export", pipeline, out, checkpoint, as_json)
+
+
+def _model_command(name: str, *, data: bool = True) -> Callable[[Callable[..., None]], click.Command]:
+    """A command on an .onnx file and feeds."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        function = _json(function)
+        function = click.option(
+            "--dim", "dims", multiple=True, metavar="NAME=MIN:OPT:MAX", help="Range of a dynamic dimension."
+        )(function)
+        if data:
+            function = click.option(
+                "--metric",
+                default="agreement",
+                show_default=True,
+                metavar="agreement|top1|MODULE:FUNCTION",
+                help="How to judge outputs; top1 and functions need `targets` in the feeds.",
+            )(function)
+        function = click.option(
+            "--data",
+            "feeds",
+            required=data,
+            type=click.Path(path_type=Path),
+            help="Feeds: an .npz (input names, optional targets) or a folder of .npy.",
+        )(function)
+        function = click.argument("model", type=click.Path(path_type=Path))(function)
+        return cli.command(name)(function)
+
+    return decorate
+
+
+@_model_command("simplify", data=False)
+@click.argument("out", type=click.Path(path_type=Path))
+def simplify(model: Path, out: Path, feeds: Path | None, dims: tuple[str, ...], as_json: bool) -> None:
+    """Simplify MODEL (.onnx) and write it to OUT; the original when simplifying would change or bloat it."""
+    from enginesmith.flows.workbench import put_file, ranges, workbench
+
+    with workbench(model, feeds, dims=ranges(dims), near=out) as bench:
+        put_file(bench.simplified, "model.onnx", out)
+        _report(bench.simplified, out, as_json)
+
+
+@_model_command("probe")
+@click.option("--samples", default=64, show_default=True, help="Samples on which every node is probed.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the rows (JSON) here.")
+def probe(
+    model: Path, feeds: Path, metric: str, samples: int, out: Path | None, dims: tuple[str, ...], as_json: bool
+) -> None:
+    """Show what FP16 does to each node of MODEL (.onnx) and, through it, to the outputs and the metric."""
+    from enginesmith.flows.workbench import put_file, ranges, workbench
+    from enginesmith.tasks.probe import PROBE
+
+    with workbench(model, feeds, metric=metric, dims=ranges(dims)) as bench:
+        artifact = PROBE(store=bench.store, model=bench.model, samples=samples, **bench.judged)
+        if out is not None:
+            put_file(artifact, "layers.json", out)
+        if as_json:
+            click.echo((artifact.path / "layers.json").read_text())
+            return
+        from rich.console import Console
+
+        from enginesmith.tasks.graph.layers import load_layers, table
+
+        Console(width=None if sys.stdout.isatty() else 120).print(table(load_layers(artifact.path / "layers.json")))
+
+
+@_model_command("fallback")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--max-drop", default=0.01, show_default=True, help="Budget: how much worse than FP32, absolute.")
+@click.option("--layer-drop", default=0.02, show_default=True, help="A node that costs more alone stays FP32.")
+@click.option("--keep-fp32", multiple=True, metavar="NAME", help="Node name, pattern or operator to keep in FP32.")
+@click.option("--samples", default=64, show_default=True, help="Samples on which every node is probed.")
+def fallback(
+    model: Path,
+    out: Path,
+    feeds: Path,
+    metric: str,
+    max_drop: float,
+    layer_drop: float,
+    keep_fp32: tuple[str, ...],
+    samples: int,
+    dims: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Find the nodes of MODEL (.onnx) that must stay FP32; put fp16/, mixed/ and plan.json into the folder OUT."""
+    from enginesmith.flows.workbench import put, ranges, workbench
+    from enginesmith.tasks.fallback import FALLBACK
+    from enginesmith.tasks.probe import PROBE
+    from enginesmith.tasks.settings import BudgetSettings, Fp16Settings
+
+    with workbench(model, feeds, metric=metric, dims=ranges(dims), near=out) as bench:
+        artifact = FALLBACK(
+            store=bench.store,
+            model=bench.model,
+            probe=PROBE(store=bench.store, model=bench.model, samples=samples, **bench.judged),
+            settings=Fp16Settings(layer_drop=layer_drop, keep_fp32=keep_fp32, samples=samples),
+            budget=BudgetSettings(max_drop=max_drop),
+            **bench.judged,
+        )
+        _report(artifact, put(artifact, out), as_json)
+
+
+@_model_command("calibrate")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--calibrator",
+    default="entropy",
+    show_default=True,
+    type=click.Choice(["entropy", "minmax", "percentile", "mse"]),
+    help="How a range is chosen.",
+)
+@click.option(
+    "--placement",
+    default="conv-relu",
+    show_default=True,
+    type=click.Choice(["conv-relu", "conv", "conv+residual"]),
+    help="What is quantized.",
+)
+@click.option("--samples", default=512, show_default=True, help="Calibration samples.")
+@click.option("--exclude", multiple=True, metavar="NAME", help="Node name, pattern or operator to leave alone.")
+def calibrate(
+    model: Path,
+    out: Path,
+    feeds: Path,
+    metric: str,  # noqa: ARG001 - calibration judges no outputs
+    calibrator: str,
+    placement: str,
+    samples: int,
+    exclude: tuple[str, ...],
+    dims: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Quantize the Conv-BN-ReLU subgraphs of MODEL (.onnx) to INT8; put int8/ and ranges.json into the folder OUT."""
+    from enginesmith.flows.workbench import put, ranges, workbench
+    from enginesmith.tasks.calibrate import CALIBRATE
+    from enginesmith.tasks.settings import Int8Settings
+
+    settings = Int8Settings.model_validate(
+        {"calibrator": calibrator, "placement": placement, "samples": samples, "exclude": exclude}
+    )
+    with workbench(model, feeds, dims=ranges(dims), near=out) as bench:
+        artifact = CALIBRATE(store=bench.store, model=bench.model, data=bench.data, settings=settings)
+        _report(artifact, put(artifact, out), as_json)
+
+
+def _one_stage(stage: str, pipeline: Path, out: Path, checkpoint: Path | None, as_json: bool) -> None:
+    from enginesmith.flows.order import compile_plain
+    from enginesmith.flows.workbench import put
+
+    artifact = compile_plain(pipeline, checkpoint=checkpoint, until=stage).artifacts[stage]
+    _report(artifact, put(artifact, out), as_json)
+
+
+def _report(artifact: Artifact, out: Path, as_json: bool) -> None:
+    """A single stage's report."""
+    if as_json:
+        click.echo(json.dumps({"path": str(out), "seconds": artifact.seconds, "report": artifact.report}))
+        return
+    from enginesmith.flows.show import report_lines
+
+    for line in report_lines(artifact.report):
+        click.echo(line)
+    click.echo(f"{artifact.stage}: {out} ({artifact.seconds:.1f} s)")
+
+
 def as_data(compiled: Compiled) -> dict[str, Any]:
     """A compile as JSON data: `stages` by label, `variants` as rows, `mlflow` where it is recorded."""
     from dataclasses import asdict
@@ -77,7 +306,29 @@ def as_data(compiled: Compiled) -> dict[str, Any]:
 
 
 def _print(compiled: Compiled) -> None:
-    raise NotImplementedError(compiled)
+    """The table, what ran and what did not, and where MLflow keeps it."""
+    ran = [label for label, artifact in compiled.artifacts.items() if not artifact.cached]
+    if compiled.rows:
+        from rich.console import Console
+
+        from enginesmith.tasks.table import choose_champions, table
+
+        Console(width=None if sys.stdout.isatty() else 120).print(table(compiled.rows))
+        for verdict in choose_champions(compiled.rows)[1]:
+            click.echo(f"{verdict.target}: {verdict.reason}")
+    else:
+        for label, artifact in compiled.artifacts.items():
+            click.echo(f"{label}: {artifact.path}")
+    count = len(compiled.artifacts)
+    click.echo(
+        f"no stage had to run: all {count} artifacts were in the store ({compiled.seconds:.1f} s)"
+        if not ran
+        else f"{len(ran)} of {count} stages ran, the others were in the store ({compiled.seconds:.1f} s)"
+    )
+    if compiled.recorded:
+        click.echo(f"MLflow: {compiled.recorded.url}")
+        if compiled.recorded.command:
+            click.echo(f"open it with: {compiled.recorded.command}")
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
 """The order of stages: a pipeline file and a checkpoint turn into every variant on every target, recorded.
 
-    checkpoint - slim - fold - export - simplify - reference -+- probe - fallback -+- revert -+- build - measure - record
-                                                              +- calibrate --------+          |
-                                                              +------- fp32, fp16, int8 ------+   (per variant x target)
+    slim - fold - export - simplify - reference -+- probe - fallback -+- revert -+- build - measure - record
+                                                 +- calibrate --------+          |
+                                                 +------- fp32, fp16, int8 ------+   (per variant and target)
 
-`run_stages` states the order once. Plain mode calls each stage on the spot; the Prefect flow (flows/compile.py) submits it.
+`run_stages` states the order once. Plain mode calls each stage on the spot; the flow in compile.py submits it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +46,7 @@ STAGES: tuple[StageName, ...] = get_args(StageName)
 
 # A stage call: the artifact itself in plain mode, a future of it under Prefect. Stages take either.
 Call = Callable[..., Any]
+# ``call(label, function, **inputs)`` for what is no stage: timing and recording.
 CallFunction = Callable[..., Any]
 
 
@@ -151,10 +152,8 @@ def run_stages(plan: Plan, call: Call) -> Compiled:
         done.stages[label] = call(label, stage, **inputs)
         return done.stages[label]
 
-    try:
+    with suppress(_Reached):
         _steps(plan, step)
-    except _Reached:
-        pass
     return done
 
 
@@ -164,6 +163,7 @@ def _steps(plan: Plan, step: Callable[..., Any]) -> None:
     from enginesmith.tasks.export import ADOPT, EXPORT
     from enginesmith.tasks.fallback import FALLBACK
     from enginesmith.tasks.fold import FOLD
+    from enginesmith.tasks.metric import metric_ref
     from enginesmith.tasks.probe import PROBE
     from enginesmith.tasks.reference import REFERENCE
     from enginesmith.tasks.revert import REVERT
@@ -173,7 +173,7 @@ def _steps(plan: Plan, step: Callable[..., Any]) -> None:
     settings = plan.pipeline.settings
     inputs = settings.inputs
     fp16, int8, budget = settings.precision.fp16, settings.precision.int8, settings.budget
-    metric = _metric(plan.pipeline)
+    metric = metric_ref(settings.data.metric, plan.pipeline.folder)
     backends = tuple(sorted({target.backend for target in plan.targets}))
 
     if plan.is_onnx:
@@ -356,6 +356,36 @@ def _targets(pipeline: Pipeline) -> tuple[Target, ...]:
             )
         )
     return tuple(found)
+
+
+def _slim_settings(pipeline: Pipeline) -> dict[str, Any]:
+    model = pipeline.settings.model
+    return {
+        "weights": model.weights,
+        "dtype": model.dtype,
+        "allow_pickle": model.allow_pickle,
+        "drop": model.drop,
+        "allow_nonfinite": model.allow_nonfinite,
+    }
+
+
+def _data_inputs(pipeline: Pipeline) -> dict[str, Any]:
+    from enginesmith.tasks.data import data_source, keyed_files
+
+    data = pipeline.settings.data
+
+    def source(text: str | None, key: str) -> Any:
+        return data_source(text, pipeline.folder, key) if text else None
+
+    return {
+        "calibration": source(data.calibration, "data.calibration"),
+        "evaluation": source(data.evaluation, "data.evaluation"),
+        "search": source(data.search, "data.search"),
+        "files": keyed_files(data.files, pipeline.folder),
+        "inputs": pipeline.settings.inputs,
+        "seed": data.seed,
+        "samples": data.samples,
+    }
 
 
 def _factory(pipeline: Pipeline) -> UserCode:

@@ -8,9 +8,10 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,14 @@ def _closure(folder: Path, module: str) -> tuple[set[Path], dict[str, str]]:
             files.add(path)
             package = path.relative_to(folder).with_suffix("").parts[:-1]
             todo += _imports(path, package)
-    by_module = metadata.packages_distributions()
+    by_module = _distributions()
     names = {d for top in outside if top not in sys.stdlib_module_names for d in by_module.get(top, ())}
     return files, {name: metadata.version(name) for name in sorted(names)}
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
 
 
 def _files_of(folder: Path, name: str) -> set[Path]:
