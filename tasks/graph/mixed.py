@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import CheckerPass, ShapeInferencePass
+from onnx_ir.passes.common import CheckerPass, LiftConstantsToInitializersPass, ShapeInferencePass
 
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.graph.names import UniqueNodeNames, all_nodes
@@ -19,6 +19,7 @@ MARK = "enginesmith.precision"
 """Key of the model's metadata that says a conversion has been made."""
 
 _LAZY_BYTES = 1 << 20
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def lossy_constants(model: ir.Model, half: Collection[str]) -> tuple[LossyConsta
     """The constants that the named nodes would read rounded, and that FP16 does not hold.
 
     Args:
-        model: types known, node names unique.
+        model: types known, node names unique, constants lifted to initializers.
         half: names of nodes.
     """
     found: list[LossyConstant] = []
@@ -122,7 +123,8 @@ class ToMixed(ir.passes.FunctionalPass):
        whichever precision needs the fewest casts, when that changes no value (`placement.place`).
     5. A Cast to float32, and nodes that make float32 data from nothing (ConstantOfShape, RandomNormal, …), make FLOAT16
        directly when named.
-    6. Graph outputs keep name and type: the FLOAT16 tensor behind one is called `NAME_fp16`. Unnamed nodes get names.
+    6. Constant nodes become initializers.
+    7. Graph outputs keep name and type: the FLOAT16 tensor behind one is called `NAME_fp16`. Unnamed nodes get names.
 
     Left alone: integer, boolean, float64 and string data; operands that the operator wants as float32 whatever the
     others are (Resize's roi and scales, …); nodes that are not named; model-local functions.
@@ -159,6 +161,7 @@ class ToMixed(ir.passes.FunctionalPass):
         """Convert a copy."""
         model = model.clone()
         UniqueNodeNames()(model)
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         ShapeInferencePass()(model)
         for node in model.graph.all_nodes():
             if node.name in self._half and half_form(node, model.opset_imports) is None:
@@ -218,11 +221,8 @@ class _Rewriter:
             outputs=[result],
             name=self._names.free(f"{old}_to_{'fp16' if to_half else 'fp32'}"),
         )
-        producer = value.producer()
-        graph = producer.graph if producer is not None else value.graph
-        if not isinstance(graph, ir.Graph):
-            raise EnginesmithError(f"tensor {old!r} belongs to no graph")
-        if producer is not None:
+        graph = _graph_of(value)
+        if (producer := value.producer()) is not None:
             graph.insert_after(producer, node)
         elif (first := self._firsts[graph]) is not None:
             graph.insert_before(first, node)
@@ -231,50 +231,26 @@ class _Rewriter:
         return result
 
     def _convert_constants(self) -> None:
+        """One FLOAT16 copy per constant; it takes the name when nobody reads the float32 one any more."""
         copies: dict[ir.Value, ir.Value] = {}
         for unit in self._placement.units:
-            if unit in self._placement.half:
-                for value, use in unit.constants:
-                    if value not in copies:
-                        copies[value] = self._half_copy(value)
-                    use.replace(copies[value])
+            for value, use in unit.constants if unit in self._placement.half else ():
+                tensor = constant(value)
+                if value not in copies and tensor is not None:
+                    copies[value] = self._half_copy(value, tensor)
+                use.replace(copies[value])
         for value, copy in copies.items():
             if not value.uses() and not value.is_graph_output():
-                self._replace_constant(value, copy)
+                name = value.name or ""
+                del _graph_of(value).initializers[name]
+                copy.name = name
 
-    def _half_copy(self, value: ir.Value) -> ir.Value:
-        """A FLOAT16 twin in the same graph and of the same kind, an initializer or a Constant node."""
-        tensor = constant(value)
-        producer = value.producer()
+    def _half_copy(self, value: ir.Value, tensor: ir.TensorProtocol) -> ir.Value:
         name = self._names.free(f"{value.name}_fp16")
-        copy = ir.Value(name=name, type=ir.TensorType(FLOAT16), shape=value.shape)
-        if tensor is None:
-            raise EnginesmithError(f"tensor {value.name!r} is not constant")
-        if producer is None:
-            copy.const_value = _rounded(tensor, name)
-            copy.shape = ir.Shape(tensor.shape.numpy())
-            value.graph.register_initializer(copy)  # type: ignore[union-attr]
-        else:
-            attributes = {"value": _rounded(tensor, name)}
-            node = ir.node("Constant", [], attributes, outputs=[copy], name=self._names.free(f"{producer.name}_fp16"))
-            producer.graph.insert_after(producer, node)  # type: ignore[union-attr]
+        copy = ir.Value(name=name, type=ir.TensorType(FLOAT16), shape=ir.Shape(tensor.shape.numpy()))
+        copy.const_value = _rounded(tensor, name)
+        _graph_of(value).register_initializer(copy)
         return copy
-
-    def _replace_constant(self, value: ir.Value, copy: ir.Value) -> None:
-        """Nobody reads the float32 constant any more: the FLOAT16 one takes its name."""
-        producer = value.producer()
-        name = value.name or ""
-        if producer is None:
-            graph = value.graph
-            del graph.initializers[name]  # type: ignore[union-attr]
-            copy.name = name
-            return
-        twin = copy.producer()
-        node_name = producer.name
-        producer.graph.remove(producer, safe=True)  # type: ignore[union-attr]
-        copy.name = name
-        if twin is not None:
-            twin.name = node_name
 
 
 class _Names:
@@ -294,6 +270,15 @@ class _Names:
             name = f"{wanted}_{number}"
         self._taken[name] += 1
         return name
+
+
+def _graph_of(value: ir.Value) -> ir.Graph:
+    """The graph that a value of a model lives in: the main graph or a body."""
+    producer = value.producer()
+    graph = producer.graph if producer is not None else value.graph
+    if not isinstance(graph, ir.Graph):
+        raise TypeError(f"tensor {value.name!r} belongs to no graph")
+    return graph
 
 
 def _retype_attributes(node: ir.Node, unit: Unit) -> None:
@@ -337,14 +322,18 @@ def _loss(node: str, value: ir.Value) -> LossyConstant | None:
     tensor = constant(value)
     if tensor is None:
         return None
-    array = tensor.numpy()
-    half = _to_half(array)
-    finite = np.isfinite(array)
-    overflow = int(np.count_nonzero(finite & ~np.isfinite(half)))
-    vanished = int(np.count_nonzero((half == 0) & (array != 0)))
-    tiny = (np.abs(half) < np.finfo(np.float16).smallest_normal) & (half != 0)
-    subnormal = int(np.count_nonzero(tiny & (half.astype(np.float32) != array)))
+    overflow = vanished = subnormal = 0
+    absmax = 0.0
+    flat = tensor.numpy().reshape(-1)
+    for start in range(0, flat.size, _CHUNK):
+        array = flat[start : start + _CHUNK]
+        half = _to_half(array)
+        finite = np.isfinite(array)
+        overflow += int(np.count_nonzero(finite & ~np.isfinite(half)))
+        vanished += int(np.count_nonzero((half == 0) & (array != 0)))
+        tiny = (np.abs(half) < np.finfo(np.float16).smallest_normal) & (half != 0)
+        subnormal += int(np.count_nonzero(tiny & (half.astype(np.float32) != array)))
+        absmax = max(absmax, float(np.max(np.abs(array[finite]), initial=0.0)))
     if not (overflow or vanished or subnormal):
         return None
-    absmax = float(np.max(np.abs(array[finite]), initial=0.0))
-    return LossyConstant(node, value.name or "", int(array.size), overflow, vanished, subnormal, absmax)
+    return LossyConstant(node, value.name or "", int(flat.size), overflow, vanished, subnormal, absmax)

@@ -7,13 +7,15 @@ per tensor that somebody reads in the precision it does not have (the Cast is sh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import networkx as nx  # type: ignore[import-untyped]
 import numpy as np
 import onnx
 import onnx_ir as ir
+
+from enginesmith.tasks.graph.half import operands, results
 
 FLOAT, FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
 
@@ -33,11 +35,8 @@ READS_ONLY = frozenset(
 
 _IGNORES_VALUES = frozenset({"Shape", "Size"})
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
-_NO_FORM = _CONTROL_FLOW | _IGNORES_VALUES | {"CastLike", "Constant"}
 _DTYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_datatype", "value"})
 _EXACT_SOURCES = frozenset({ir.DataType.BOOL, ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.FLOAT16})
-_ALWAYS_FLOAT = {"Resize": frozenset({1, 2})}
-"""Operands that stay float32 although the operator would take float16: Resize's roi and scales."""
 
 
 @dataclass(frozen=True)
@@ -132,32 +131,29 @@ class Placement:
 def half_form(node: ir.Node, opsets: Mapping[str, int]) -> Form | None:
     """How a node would run in FP16, None when its operator has no such form or it touches no float32 data.
 
-    An operand or result counts when it is float32 and the operator's schema lets float16 stand for it; constants count
-    as operands. Value types have to be known (shape inference): an operand of unknown type means no form.
+    Constants count as operands; they are initializers. Value types have to be known (shape inference): a value of
+    unknown type means no form.
 
     Args:
         node: a node of the main graph or of a body.
         opsets: version of each domain that the model imports.
     """
-    if node.op_type in _NO_FORM or (schema := _schema(node, opsets)) is None:
+    if node.op_type in _CONTROL_FLOW | _IGNORES_VALUES or not onnx.defs.has(
+        node.op_type, domain=node.domain, max_inclusive_version=opsets.get(node.domain, 0)
+    ):
         return None
-    if any(value is not None and value.dtype is None and value.type is None for value in node.inputs):
+    present = [value for value in (*node.inputs, *node.outputs) if value is not None and value.name]
+    if not all(isinstance(value.type, ir.TensorType) for value in present):
         return None
-    allowed = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
-    always_float = _ALWAYS_FLOAT.get(node.op_type, frozenset())
-    operands = tuple(
-        i
-        for i, value in enumerate(node.inputs)
-        if is_float(value) and i not in always_float and _allows_half(schema.inputs, i, allowed)
-    )
-    results = tuple(
-        i for i, value in enumerate(node.outputs) if is_float(value) and _allows_half(schema.outputs, i, allowed)
-    )
-    bound = {_formal(schema.inputs, i).type_str for i in operands}
-    unbound = any(_formal(schema.outputs, i).type_str not in bound for i in results)
-    if not (operands or results) or (unbound and not _DTYPE_ATTRIBUTES & set(schema.attributes)):
+    read, written = operands(node, opsets), results(node, opsets)
+    if not (read or written):
         return None
-    return Form(operands, results)
+    schema = onnx.defs.get_schema(node.op_type, opsets[node.domain], node.domain)
+    bound = {schema.inputs[min(i, len(schema.inputs) - 1)].type_str for i in read}
+    own = {schema.outputs[min(i, len(schema.outputs) - 1)].type_str for i in written}
+    if own <= bound or _DTYPE_ATTRIBUTES & set(schema.attributes):
+        return Form(read, written)
+    return None
 
 
 def is_float(value: ir.Value | None) -> bool:
@@ -166,10 +162,10 @@ def is_float(value: ir.Value | None) -> bool:
 
 
 def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind a value that is the same in every run: an initializer that is no graph input, or a Constant."""
+    """The tensor behind a value that is the same in every run: an initializer that is no graph input."""
     if value is None or value.is_graph_input():
         return None
-    return ir.convenience.get_const_tensor(value)
+    return value.const_value if value.is_initializer() else None
 
 
 def place(model: ir.Model, half: Collection[str]) -> Placement:
@@ -397,25 +393,3 @@ def _fits_exactly(value: ir.Value) -> bool:
     array = tensor.numpy()
     with np.errstate(over="ignore"):
         return bool(np.array_equal(array.astype(np.float16).astype(np.float32), array, equal_nan=True))
-
-
-def _schema(node: ir.Node, opsets: Mapping[str, int]) -> onnx.defs.OpSchema | None:
-    version = node.version if node.version is not None else opsets.get(node.domain)
-    if version is None:
-        return None
-    try:
-        return onnx.defs.get_schema(node.op_type, version, node.domain)
-    except onnx.defs.SchemaError:
-        return None
-
-
-def _formal(parameters: Sequence[onnx.defs.OpSchema.FormalParameter], index: int) -> onnx.defs.OpSchema.FormalParameter:
-    """The formal parameter of an actual one: the last one takes all that follow when it is variadic."""
-    return parameters[min(index, len(parameters) - 1)]
-
-
-def _allows_half(
-    parameters: Sequence[onnx.defs.OpSchema.FormalParameter], index: int, allowed: Mapping[str, set[str]]
-) -> bool:
-    types = allowed.get(_formal(parameters, index).type_str, set())
-    return {"tensor(float)", "tensor(float16)"} <= types
