@@ -1,0 +1,111 @@
+"""Turns this host and process into facts worth recording: versions, hardware, and who is writing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from enginesmith.tasks.stage import tool_version
+
+TOOLS = (
+    "numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "onnxsim", "polygraphy", "tensorrt", "tensorrt-rtx",
+    "torch",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of enginesmith and of the installed tools that shape an engine."""
+    found = {tool: tool_version(tool) for tool in TOOLS}
+    return {
+        "enginesmith": tool_version("enginesmith"),
+        "python": platform.python_version(),
+        **{tool: version for tool, version in found.items() if version != "absent"},
+    }
+
+
+def hardware() -> dict[str, str]:
+    """What of this machine a latency depends on: CPU model, cores, memory, INT8 instructions."""
+    import psutil
+
+    info = _cpu_info()
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    vnni = sorted(flags & {"avx512_vnni", "avx_vnni", "asimddp", "i8mm"})
+    return {
+        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "memory_gb": f"{psutil.virtual_memory().total / 1e9:.0f}",
+        "int8_instructions": " ".join(vnni) or "none",
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process among all that this host ever ran: process numbers are used again, start times are not.
+
+    Attributes:
+        host: the host's name.
+        pid: the process number.
+        boot: what identifies this boot of the host and its process namespace; empty where neither is known.
+        started: when the process started, in units that survive a change of the clock.
+    """
+
+    host: str
+    pid: int
+    boot: str
+    started: str
+
+    @classmethod
+    def current(cls) -> Process:
+        """The calling process."""
+        pid = os.getpid()
+        return cls(platform.node(), pid, _boot(), _started(pid))
+
+    def surely_gone(self) -> bool:
+        """Whether this process cannot be running any more; False when it cannot be known from here."""
+        here = Process.current()
+        if self.host != here.host:
+            return False
+        boot, _, namespace = self.boot.partition("/")
+        boot_here, _, namespace_here = here.boot.partition("/")
+        if boot != boot_here:
+            return True
+        return namespace == namespace_here and _started(self.pid) != self.started
+
+
+def _cpu_info() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty on other systems."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _boot() -> str:
+    """``boot/namespace``: two containers may share a host's name and boot, but not a process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Start time of a process, empty when there is none: clock ticks since boot, elsewhere seconds since 1970."""
+    try:
+        # proc(5): the command in parentheses may hold anything; the start time is field 22
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        pass
+    if Path("/proc/self/stat").exists():
+        return ""
+    import psutil
+
+    try:
+        return f"{psutil.Process(pid).create_time():.0f}"
+    except psutil.NoSuchProcess:
+        return ""
