@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,6 +36,7 @@ class OnnxRunner:
             too large for protobuf, goes through a temporary folder.
         threads: intra-op threads; None means as many as this process may use.
         level: graph optimization level; None means all.
+        spinning: whether idle threads spin for more work; off when several sessions take turns.
 
     Attributes:
         inputs: names of the inputs that must be fed, in order.
@@ -51,8 +52,9 @@ class OnnxRunner:
         *,
         threads: int | None = None,
         level: ort.GraphOptimizationLevel | None = None,
+        spinning: bool = True,
     ) -> None:
-        options = session_options(threads=threads, level=level)
+        options = session_options(threads=threads, level=level, spinning=spinning)
         if isinstance(model, onnx.ModelProto):
             model = ir.from_proto(model)
         if isinstance(model, ir.Model):
@@ -73,21 +75,22 @@ class OnnxRunner:
         """Release the session's memory."""
         del self.session
 
-    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """All outputs by name for one feed.
+    def run(self, feeds: Mapping[str, np.ndarray], fetch: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """Outputs by name for one feed: those in `fetch`, or all.
 
         Raises:
             EnginesmithError: an input is missing, unknown or of another dtype than declared, or the run failed.
         """
         self._check(feeds)
+        names = self.outputs if fetch is None else fetch
         try:
-            results = self.session.run(self.outputs, dict(feeds))
+            results = self.session.run(names, dict(feeds))
         except Exception as error:  # ONNX Runtime's exceptions have no common base class
             raise EnginesmithError(
                 "ONNX Runtime could not run the model",
                 details=[*_lines(error), *(f"input {name!r}: {f.dtype}{list(f.shape)}" for name, f in feeds.items())],
             ) from error
-        return dict(zip(self.outputs, results, strict=True))
+        return dict(zip(names, results, strict=True))
 
     def predict(self, dataset: Dataset, *, bar: Bar | None = None) -> dict[str, np.ndarray]:
         """Outputs for all samples, by name; axis 0 is the sample.
@@ -166,7 +169,7 @@ def predict(run: Any, dataset: Dataset, *, bar: Bar | None = None) -> dict[str, 
 
 
 def session_options(
-    *, threads: int | None = None, level: ort.GraphOptimizationLevel | None = None
+    *, threads: int | None = None, level: ort.GraphOptimizationLevel | None = None, spinning: bool = True
 ) -> ort.SessionOptions:
     """The session options of every accuracy run; see `OnnxRunner` for the arguments."""
     options = ort.SessionOptions()
@@ -175,6 +178,7 @@ def session_options(
     options.inter_op_num_threads = 1
     options.use_deterministic_compute = True
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL if level is None else level
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
     options.add_session_config_entry("session.x64quantprecision", "1")
     return options
 
