@@ -1,0 +1,62 @@
+"""Turns the engines' own terms (which know nothing of us) into the stages': inputs, manifests, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from enginesmith.tasks.engines import backend
+from enginesmith.tasks.engines.manifest import read_manifest
+from enginesmith.tasks.engines.precision import counts, load_model, requests
+from enginesmith.tasks.engines.spec import MODEL, Backend, Dim, EngineError, Input, Manifest
+from enginesmith.tasks.errors import EnginesmithError
+from enginesmith.tasks.settings import InputSettings
+from enginesmith.tasks.store import Artifact
+
+KEY = "targets"
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Engines' errors leave the block as EnginesmithError; a key relative to the target becomes `targets`."""
+    try:
+        yield
+    except EngineError as error:
+        key = error.key if not error.key or error.key.startswith("inputs") else KEY
+        raise EnginesmithError(
+            error.found, where=error.where, key=key, hint=error.hint, details=error.details
+        ) from error
+
+
+def find_backend(name: str) -> Backend:
+    """The backend of this name."""
+    with engine_errors():
+        return backend(name)
+
+
+def refusal(name: str, variant: str) -> str:
+    """Why a backend cannot build a variant with the precision it asks for; empty when it can."""
+    found = find_backend(name)
+    if variant in found.builds():
+        return ""
+    return f"{name} does not keep the precision of {variant}; it builds {', '.join(sorted(found.builds()))}"
+
+
+def engine_manifest(engine: Artifact) -> Manifest:
+    """What a build artifact's engine.json says; its `size` is the engine's bytes."""
+    with engine_errors():
+        return read_manifest(engine.path)
+
+
+def node_precisions(model: Artifact) -> dict[str, int]:
+    """Nodes per precision (fp32, fp16, int8, …) that an ONNX artifact asks for, without building it."""
+    with engine_errors():
+        return counts(request.precision for request in requests(load_model(model.path / MODEL, weights=False)))
+
+
+def engine_inputs(inputs: Mapping[str, InputSettings]) -> tuple[Input, ...]:
+    """Declared inputs as the engines know them."""
+    return tuple(
+        Input(name, s.shape, s.dtype, {dim: Dim(d.min, d.opt, d.max) for dim, d in s.dims.items()})
+        for name, s in inputs.items()
+    )
