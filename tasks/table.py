@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field, field_serializer
@@ -14,9 +14,19 @@ from enginesmith.tasks.settings import VARIANTS, VariantName
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from enginesmith.tasks.measure import Result
+    from enginesmith.tasks.store import Artifact
+
 Evidence = Literal["engine", "emulated", "none"]
 
 _ABSENT = "-"
+_MADE_BY: Mapping[VariantName, tuple[str, str]] = {
+    "fp32": ("simplify", ""),
+    "fp16": ("fallback", "fp16"),
+    "mixed": ("fallback", "mixed"),
+    "int8": ("calibrate", "int8"),
+    "int8-mixed": ("revert", "int8-mixed"),
+}
 
 
 class VariantRow(BaseModel):
@@ -128,6 +138,36 @@ class Verdict(BaseModel):
     reason: str
 
 
+def assemble_rows(
+    artifacts: Mapping[str, Artifact],
+    *,
+    targets: Mapping[str, str],
+    variants: Sequence[VariantName],
+    max_drop: float,
+    latencies: Mapping[str, Mapping[str, Any]] | None = None,
+    notes: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[VariantRow, ...]:
+    """One row per target and variant that was measured, champions marked.
+
+    Args:
+        artifacts: what the compile made, by label: stage names, ``build/TARGET/VARIANT``, ``measure/TARGET/VARIANT``.
+        targets: backend by target, in the order of the rows.
+        variants: in the order of the rows.
+        max_drop: the budget, in the metric's unit.
+        latencies: observations of `tasks.latency` by ``TARGET/VARIANT``.
+        notes: what else a reader has to know, by ``TARGET/VARIANT``.
+    """
+    rows = []
+    for target, backend in targets.items():
+        for variant in variants:
+            name = f"{target}/{variant}"
+            if f"measure/{name}" not in artifacts:
+                continue
+            row = _row(artifacts, target, backend, variant, max_drop, (latencies or {}).get(name))
+            rows.append(row.model_copy(update={"notes": (*row.notes, *(notes or {}).get(name, ()))}))
+    return choose_champions(rows)[0]
+
+
 def within_budget(drop: float | None, max_drop: float) -> bool | None:
     """Whether a drop is within budget: never for NaN or infinity, None when it was not measured."""
     return None if drop is None else math.isfinite(drop) and drop <= max_drop
@@ -205,6 +245,73 @@ def as_markdown(rows: Sequence[VariantRow], *, metric: str = "metric") -> str:
     if notes:
         lines += ["", *(f"{i}. {_escaped(note)}" for note, i in notes.items())]
     return "\n".join(lines) + "\n"
+
+
+def _row(
+    artifacts: Mapping[str, Artifact],
+    target: str,
+    backend: str,
+    variant: VariantName,
+    max_drop: float,
+    latency: Mapping[str, Any] | None,
+) -> VariantRow:
+    from enginesmith.tasks.build import engine_manifest, node_precisions
+    from enginesmith.tasks.measure import load_result
+
+    built = artifacts.get(f"build/{target}/{variant}")
+    result = load_result(artifacts[f"measure/{target}/{variant}"])
+    if built is not None:
+        manifest = engine_manifest(built)
+        size, nodes = manifest.size, dict(manifest.requested)
+    else:
+        model = _model(artifacts, variant)
+        size, nodes = model.size, node_precisions(model)
+    drop = math.inf if result.failed else result.drop
+    timed = latency or {}
+    return VariantRow(
+        target=target,
+        backend=backend,
+        variant=variant,
+        size_bytes=size,
+        metric=math.nan if result.failed else result.value,
+        drop=drop,
+        drop_stderr=result.stderr,
+        fp32_nodes=nodes.get("fp32", 0),
+        fp16_nodes=nodes.get("fp16", 0),
+        int8_nodes=nodes.get("int8", 0),
+        latency_p50_ms=timed.get("p50_ms"),
+        latency_p99_ms=timed.get("p99_ms"),
+        throughput=timed.get("throughput"),
+        batch=timed.get("batch"),
+        build_s=None if built is None else built.seconds,
+        evidence=result.evidence,
+        within_budget=within_budget(drop, max_drop),
+        notes=tuple(_notes(backend, variant, result, built is not None)),
+    )
+
+
+def _notes(backend: str, variant: VariantName, result: Result, built: bool) -> Iterator[str]:
+    from enginesmith.tasks.engines import backend as find_backend
+    from enginesmith.tasks.hardware import int8_note, this_host
+
+    host = this_host()
+    if result.failed:
+        yield "failed: the metric or an output is NaN"
+    if result.reason:
+        yield result.reason
+    if not built:
+        yield f"not built: {backend} keeps the precision of {', '.join(sorted(find_backend(backend).builds()))} only"
+    elif result.evidence != "engine":
+        gpus = f"this host's {', '.join(host.gpus)}" if host.gpus else "this host, which has no GPU"
+        yield f"built, not run: {backend} cannot run on {gpus}"
+    if "int8" in variant and backend == "onnxruntime" and int8_note(host):
+        yield int8_note(host)
+
+
+def _model(artifacts: Mapping[str, Artifact], variant: VariantName) -> Artifact:
+    """The ONNX artifact of a variant."""
+    stage, folder = _MADE_BY[variant]
+    return artifacts[stage].part(folder) if folder else artifacts[stage]
 
 
 def _judge(target: str, rows: Sequence[VariantRow]) -> Verdict:

@@ -138,7 +138,7 @@ def test_a_compile_is_one_parent_and_one_child_per_variant_and_target(compiled: 
     done = record(compiled)
     parent = client(uri).get_run(done.run_id)
     assert parent.info.status == "FINISHED"
-    assert parent.info.run_name == "digits abababab 2026-12-01 02:00"
+    assert parent.info.run_name == "abababab cpu: int8, rtx: none"
     assert parent.data.tags["checkpoint.sha256"] == "ab" * 32
     assert parent.data.tags["trigger"] == "manual"
     assert parent.data.tags["champion.cpu"] == "int8"

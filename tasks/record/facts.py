@@ -1,4 +1,4 @@
-"""Turns this host and process into facts worth recording: versions, hardware, and who is writing."""
+"""Turns this host and this process into facts worth recording: versions, hardware, and who is writing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from enginesmith.tasks.hardware import this_host
 from enginesmith.tasks.stage import tool_version
 
 TOOLS = (
@@ -26,19 +27,13 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, str]:
-    """What of this machine a latency depends on: CPU model, cores, memory, INT8 instructions."""
-    import psutil
-
-    info = _cpu_info()
-    flags = set(info.get("flags", info.get("Features", "")).split())
-    vnni = sorted(flags & {"avx512_vnni", "avx_vnni", "asimddp", "i8mm"})
-    return {
-        "cpu": info.get("model name") or platform.processor() or platform.machine(),
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
-        "memory_gb": f"{psutil.virtual_memory().total / 1e9:.0f}",
-        "int8_instructions": " ".join(vnni) or "none",
-        "system": f"{platform.system()} {platform.machine()}",
-    }
+    """What of this host a latency depends on, as texts; what it does not have is left out."""
+    found: dict[str, str] = {}
+    for name, value in this_host().facts().items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        if text:
+            found[name] = text
+    return found
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,16 @@ class Process:
     def current(cls) -> Process:
         """The calling process."""
         pid = os.getpid()
-        return cls(platform.node(), pid, _boot(), _started(pid))
+        return cls(platform.node().replace(" ", "_") or "unknown", pid, _boot(), _started(pid))
+
+    @classmethod
+    def read(cls, text: str) -> Process:
+        """The process that `str` wrote; what follows is not read."""
+        host, pid, boot, started, *_ = text.split(" ")
+        return cls(host, int(pid), boot, started)
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.pid} {self.boot} {self.started}"
 
     def surely_gone(self) -> bool:
         """Whether this process cannot be running any more; False when it cannot be known from here."""
@@ -73,16 +77,6 @@ class Process:
         if boot != boot_here:
             return True
         return namespace == namespace_here and _started(self.pid) != self.started
-
-
-def _cpu_info() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty on other systems."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _boot() -> str:

@@ -19,11 +19,13 @@ from typing import Any
 import yaml
 
 from enginesmith.tasks import plots, progress
+from enginesmith.tasks.hardware import this_host
 from enginesmith.tasks.record.facts import hardware, versions
 from enginesmith.tasks.record.files import staged
 from enginesmith.tasks.record.masking import MASK, is_secret, mask, mask_data, mask_uris
 from enginesmith.tasks.record.names import safe_name
 from enginesmith.tasks.record.tracking import Span, Tracking, connect, status_of, sweep_through
+from enginesmith.tasks.record.views import experiment_tags, run_path
 from enginesmith.tasks.settings import Pipeline
 from enginesmith.tasks.stage import digest_of
 from enginesmith.tasks.store import Artifact
@@ -38,24 +40,6 @@ _LONGEST_PARAM = 6000  # MLflow's own limits
 _LONGEST_KEY = 250
 _LONGEST_TAG = 8000
 _BATCH = 100
-
-EXPERIMENT_NOTE = """\
-One run per compile, and inside it one run per target and variant.
-
-| column | meaning |
-|---|---|
-| `drop` | how much worse than FP32: in the metric's unit, positive is worse; on the verdict half of the data |
-| `drop_stderr` | its paired standard error |
-| `metric` | the metric itself |
-| `latency_p50_ms`, `latency_p99_ms` | milliseconds per call, only where the engine really executes that precision |
-| `throughput` | samples per second of the same calls |
-| `size_mb` | the engine's files, 10^6 bytes |
-| `fp32_nodes`, `fp16_nodes`, `int8_nodes` | nodes that compute in each precision |
-| `build_s` | seconds that the build took |
-
-The fastest variant within budget is the target's champion. Filter: `tags.champion = "true"`; all that would do:
-`tags.within_budget = "true" and tags.evidence = "engine"`, sorted by `latency_p50_ms`.
-"""
 
 
 @dataclass(frozen=True)
@@ -92,10 +76,10 @@ class CompileRecord:
                 "settings": _settings(self.pipeline, places=False),
                 "source": self.source_sha256,
                 "artifacts": {label: [a.key, a.digest] for label, a in sorted(self.artifacts.items())},
-                "rows": json_rows(self.rows),
+                "rows": [{name: v for name, v in row.items() if name != "build_s"} for row in json_rows(self.rows)],
                 "latencies": {name: dict(seen) for name, seen in sorted(self.latencies.items())},
                 "versions": versions(),
-                "hardware": hardware(),
+                "hardware": this_host().identity(),
             }
         )
 
@@ -143,7 +127,7 @@ def record(
     uri = tracking_uri or compiled.pipeline.tracking_uri
     with connect(uri, artifacts=_artifact_root(compiled.pipeline, uri, artifacts)) as tracking:
         sweep_through(tracking)
-        experiment = tracking.experiment(compiled.pipeline.name, EXPERIMENT_NOTE)
+        experiment = tracking.experiment(compiled.pipeline.name, experiment_tags)
         digest = compiled.digest
         found = _finished(tracking, experiment, digest, compiled)
         if found:
@@ -180,23 +164,24 @@ def record_failure(
     """
     uri = tracking_uri or pipeline.tracking_uri
     finished = datetime.now(UTC)
-    name = f"{_run_name(pipeline.name, source_sha256, started)} {stage or 'failed'}"
+    verdict = f"failed in {stage}" if stage else "failed"
     text = mask(str(error).strip() or type(error).__name__)
     all_tags = {
         **_parent_tags(pipeline, source_sha256, tags or {}),
-        "verdict": "failed",
-        "stage": stage or "unknown",
+        "verdict": verdict,
         "error": f"{type(error).__name__}: {text.splitlines()[0]}",
-        "mlflow.note.content": f"**Failed{f' in {stage}' if stage else ''}**\n\n```\n{text}\n```\n",
+        "mlflow.note.content": f"**{verdict.capitalize()}**\n\n```\n{text}\n```\n",
     }
     reports = {
         f"reports/{safe_name(label)}.json": json.dumps(mask_data(artifact.report), indent=1) + "\n"
         for label, artifact in (artifacts or {}).items()
     }
     with connect(uri, artifacts=_artifact_root(pipeline, uri, None), patience=30) as tracking:
-        experiment = tracking.experiment(pipeline.name, EXPERIMENT_NOTE)
+        experiment = tracking.experiment(pipeline.name, experiment_tags)
         span = Span(started, finished)
-        with tracking.run(experiment, name, _tags(all_tags), span, status=status_of(error)) as run:
+        with tracking.run(
+            experiment, _run_name(source_sha256, verdict), _tags(all_tags), span, status=status_of(error)
+        ) as run:
             _log_params(tracking, run, _settings(pipeline))
             files = {"error.txt": text + "\n", "settings.yaml": _settings_text(pipeline), **reports}
             with staged({}, files, copy_above_mb=COPY_ABOVE_MB) as folder:
@@ -214,10 +199,11 @@ def _record(tracking: Tracking, experiment: str, compiled: CompileRecord, digest
         **_parent_tags(pipeline, compiled.source_sha256, compiled.tags),
         DIGEST: digest,
         "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
+        "verdict": ", ".join(f"{v.target}: {v.champion or 'none'}" for v in verdicts),
         **{f"champion.{v.target}": v.champion or "none" for v in verdicts},
         "mlflow.note.content": _note(pipeline, rows, verdicts),
     }
-    name = _run_name(pipeline.name, compiled.source_sha256, compiled.started)
+    name = _run_name(compiled.source_sha256, tags["verdict"])
     span = Span(compiled.started, compiled.finished)
     with (
         progress.track("record", total=len(rows) + 1) as bar,
@@ -234,7 +220,7 @@ def _record(tracking: Tracking, experiment: str, compiled: CompileRecord, digest
             tracking.client.log_artifacts(parent, str(folder))
         bar.advance()
         for row in rows:
-            child = {**_variant_tags(row), "mlflow.parentRunId": parent, "checkpoint.sha256": compiled.source_sha256}
+            child = {**_variant_tags(row), "mlflow.parentRunId": parent, **_checkpoint(compiled.source_sha256)}
             with tracking.run(experiment, row.name, _tags(child), span) as run:
                 _log_variant(tracking, run, row, compiled)
                 seen = compiled.latencies.get(row.name)
@@ -297,7 +283,7 @@ def _variant_tags(row: VariantRow) -> dict[str, str]:
 def _parent_tags(pipeline: Pipeline, source_sha256: str, given: Mapping[str, str]) -> dict[str, str]:
     return {
         KIND: "compile",
-        "checkpoint.sha256": source_sha256,
+        **_checkpoint(source_sha256),
         "pipeline.sha256": digest_of(_settings(pipeline, places=False)),
         "mlflow.source.name": f"enginesmith compile {pipeline.path.name}",
         "mlflow.source.type": "LOCAL",
@@ -305,6 +291,10 @@ def _parent_tags(pipeline: Pipeline, source_sha256: str, given: Mapping[str, str
         **{f"hardware.{name}": value for name, value in hardware().items()},
         **{str(name): MASK if is_secret(name) else mask(str(value)) for name, value in given.items()},
     }
+
+
+def _checkpoint(sha256: str) -> dict[str, str]:
+    return {"checkpoint": sha256[:8], "checkpoint.sha256": sha256}
 
 
 def _tags(tags: Mapping[str, str]) -> dict[str, str]:
@@ -394,9 +384,9 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _run_name(model: str, source_sha256: str, started: datetime) -> str:
-    checkpoint = f" {source_sha256[:8]}" if source_sha256 else ""
-    return f"{model}{checkpoint} {started.astimezone(UTC):%Y-%m-%d %H:%M}"
+def _run_name(source_sha256: str, verdict: str) -> str:
+    """Which checkpoint, and what became of it: the list of runs shows little more than twenty characters."""
+    return f"{source_sha256[:8]} {verdict}".strip()
 
 
 def _note(pipeline: Pipeline, rows: Sequence[VariantRow], verdicts: Sequence[Verdict]) -> str:
@@ -434,10 +424,9 @@ def _artifact_root(pipeline: Pipeline, uri: str, given: Path | None) -> Path | N
 
 
 def _recorded(uri: str, experiment: str, run: str, *, created: bool) -> Recorded:
-    """MLflow's UI opens on its other face, made for language models, unless the address says otherwise."""
     served = uri.startswith("http")
     base = mask_uris(uri).rstrip("/") if served else "http://127.0.0.1:5000"
-    url = f"{base}/#/experiments/{experiment}/runs/{run}?workflowType=machine_learning"
+    url = f"{base}/#{run_path(experiment, run)}"
     return Recorded(run, experiment, url, "" if served else _command(uri), created)
 
 

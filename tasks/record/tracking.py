@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 KEY = "tracking.uri"
-HOST, PID, BOOT, STARTED = (f"enginesmith.process.{name}" for name in ("host", "pid", "boot", "started"))
-SESSION = "enginesmith.session"
+PROCESS = "enginesmith.process"  # who writes the run, and in which session: ``HOST PID BOOT STARTED SESSION``
 
 # Set before MLflow is imported where the user has not: quiet, no telemetry, minutes of retries cut to seconds.
 _ENVIRONMENT = {
@@ -78,15 +77,22 @@ class Tracking:
     artifacts: Path | None = None
     session: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def experiment(self, name: str, note: str) -> str:
-        """Id of the experiment of this name; created, or brought back when somebody deleted it."""
+    def experiment(self, name: str, tags: Callable[[str], Mapping[str, str]]) -> str:
+        """Id of the experiment of this name: created, or brought back when somebody deleted it.
+
+        Args:
+            name: the experiment's name.
+            tags: from the id to the tags that it should have; those that are there stay as they are.
+        """
         found = self.client.get_experiment_by_name(name)
         if found is None:
             place = None if self.artifacts is None else (self.artifacts / safe_name(name)).as_uri()
-            tags = {"mlflow.note.content": note, "mlflow.experimentKind": "custom_model_development"}
-            return str(self.client.create_experiment(name, artifact_location=place, tags=tags))
-        if found.lifecycle_stage == "deleted":
+            found = self.client.get_experiment(self.client.create_experiment(name, artifact_location=place))
+        elif found.lifecycle_stage == "deleted":
             self.client.restore_experiment(found.experiment_id)
+        for key, value in tags(found.experiment_id).items():
+            if key not in found.tags:
+                self.client.set_experiment_tag(found.experiment_id, key, value)
         return str(found.experiment_id)
 
     @contextmanager
@@ -100,8 +106,7 @@ class Tracking:
         status: str = "FINISHED",
     ) -> Iterator[str]:
         """The id of a new run, which ends with the block: with `status`, or FAILED or KILLED by an exception."""
-        me = Process.current()
-        who = {HOST: me.host, PID: str(me.pid), BOOT: me.boot, STARTED: me.started, SESSION: self.session}
+        who = {PROCESS: f"{Process.current()} {self.session}"}
         try:
             run = self.client.create_run(experiment, start_time=span.start_ms, tags={**tags, **who}, run_name=name)
             yield str(run.info.run_id)
@@ -113,7 +118,7 @@ class Tracking:
     def _end_all(self, experiment: str, status: str) -> None:
         """End every unfinished run of this session: also one whose id an interrupt kept from us."""
         with suppress(Exception):  # the error on its way out is the one to report; `sweep` ends what is left
-            for run in self.client.search_runs([experiment], f"tags.`{SESSION}` = '{self.session}'"):
+            for run in self.client.search_runs([experiment], f"tags.`{PROCESS}` LIKE '% {self.session}'"):
                 if run.info.status in ("RUNNING", "SCHEDULED"):
                     self.client.set_terminated(run.info.run_id, status)
 
@@ -162,7 +167,7 @@ def sweep_through(tracking: Tracking) -> int:
     experiments = [e.experiment_id for e in _pages(client.search_experiments)]
     if not experiments:
         return 0
-    query = f"attributes.status = 'RUNNING' and tags.`{HOST}` = '{Process.current().host}'"
+    query = f"attributes.status = 'RUNNING' and tags.`{PROCESS}` LIKE '{Process.current().host} %'"
     dead = [run for run in _pages(client.search_runs, experiments, query) if _is_dead(run)]
     for run in dead:
         client.set_terminated(run.info.run_id, "KILLED")
@@ -170,8 +175,7 @@ def sweep_through(tracking: Tracking) -> int:
 
 
 def _is_dead(run: Any) -> bool:
-    tags = run.data.tags
-    process = Process(tags[HOST], int(tags.get(PID, "0")), tags.get(BOOT, ""), tags.get(STARTED, ""))
+    process = Process.read(run.data.tags[PROCESS])
     age = time.time() - run.info.start_time / 1000
     return process.surely_gone() or (process.boot != Process.current().boot and age > _FOREIGN_AGE_S)
 
