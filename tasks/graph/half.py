@@ -39,6 +39,9 @@ OVERFLOW = 65520.0
 SMALLEST_NORMAL = 2.0**-14
 """Smaller magnitudes are subnormal: fewer than 11 significant bits, and zero where the hardware flushes them."""
 
+SUBNORMAL = SMALLEST_NORMAL - 2.0**-25
+"""Smaller magnitudes round to an FP16 subnormal or to zero; this one is a tie that goes to the smallest normal."""
+
 VANISH = 2.0**-25
 """Largest magnitude that rounds to zero: half of the smallest subnormal, a tie that goes to even."""
 
@@ -130,7 +133,7 @@ def _obstacle(
 ) -> str:
     if node.op_identifier() in functions:
         return "calls a function of the model"
-    if _bodies(node):
+    if bodies(node):
         return "control flow; see the nodes of its bodies"
     if not any(value is not None and value.dtype == _FLOAT for value in (*node.inputs, *node.outputs)):
         return "no float32 data"
@@ -191,7 +194,8 @@ def _values(node: ir.Node) -> Iterator[ir.Value]:
     return (value for value in (*node.inputs, *node.outputs) if value is not None)
 
 
-def _bodies(node: ir.Node) -> list[ir.Graph]:
+def bodies(node: ir.Node) -> list[ir.Graph]:
+    """The graphs that a node holds as attributes: branches of If, bodies of Loop and Scan."""
     graphs: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -303,7 +307,7 @@ def _widen_result(node: ir.Node, value: ir.Value) -> None:
         _replace_castlike(node, value)
     elif node.op_type == "Cast":
         _append(node, value, [_cast(value, _FLOAT, f"half:{value.name}:32")], raw=_HALF)
-    elif _bodies(node) or node.op_type in _MOVES:
+    elif bodies(node) or node.op_type in _MOVES:
         value.dtype = _FLOAT
     else:
         _append(node, value, _pair(value, f"half:{value.name}"), raw=_FLOAT)
@@ -686,7 +690,7 @@ def _switched(node: ir.Node, switches: Mapping[str, str]) -> Iterator[str]:
     if node.name in switches:
         yield str(node.name)
         return
-    for body in _bodies(node):
+    for body in bodies(node):
         yield from (str(inner.name) for inner in body.all_nodes() if inner.name in switches)
 
 
@@ -708,7 +712,7 @@ def _roots(nodes: Sequence[ir.Node]) -> dict[ir.Node, int]:
     """Position in `nodes` of each node, and for a node inside of bodies that of the node that holds it."""
     places = {node: index for index, node in enumerate(nodes)}
     for index, node in enumerate(nodes):
-        for body in _bodies(node):
+        for body in bodies(node):
             places.update(dict.fromkeys(body.all_nodes(), index))
     return places
 
