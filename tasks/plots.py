@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from enginesmith.tasks.graph.layers import LayerTable
 from enginesmith.tasks.table import VariantRow
 
 if TYPE_CHECKING:
@@ -37,6 +38,20 @@ class LayerPoint:
     local_error: float
     drop: float
     kept_fp32: bool
+
+
+def layer_points(table: LayerTable, kept_fp32: Collection[str]) -> tuple[LayerPoint, ...]:
+    """The nodes of a probed model that could be FP16, in graph order; `kept_fp32` names those that are not."""
+    return tuple(
+        LayerPoint(
+            node=row.name,
+            op=row.op,
+            local_error=row.local.rel_l2 if row.local else math.nan,
+            drop=math.nan if row.drop is None else row.drop,
+            kept_fp32=row.name in kept_fp32,
+        )
+        for row in table.candidates
+    )
 
 
 def layer_plot(layers: Sequence[LayerPoint], *, title: str, layer_drop: float | None = None) -> str:

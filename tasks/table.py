@@ -14,6 +14,7 @@ from enginesmith.tasks.settings import VARIANTS, VariantName
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from enginesmith.tasks.latency import Latency, LatencySession
     from enginesmith.tasks.measure import Result
     from enginesmith.tasks.store import Artifact
 
@@ -144,7 +145,7 @@ def assemble_rows(
     targets: Mapping[str, str],
     variants: Sequence[VariantName],
     max_drop: float,
-    latencies: Mapping[str, Mapping[str, Any]] | None = None,
+    sessions: Mapping[str, LatencySession] | None = None,
     notes: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[VariantRow, ...]:
     """One row per target and variant that was measured, champions marked.
@@ -154,7 +155,7 @@ def assemble_rows(
         targets: backend by target, in the order of the rows.
         variants: in the order of the rows.
         max_drop: the budget, in the metric's unit.
-        latencies: observations of `tasks.latency` by ``TARGET/VARIANT``.
+        sessions: by target, the session in which its engines were timed; its largest batch is shown.
         notes: what else a reader has to know, by ``TARGET/VARIANT``.
     """
     rows = []
@@ -163,7 +164,7 @@ def assemble_rows(
             name = f"{target}/{variant}"
             if f"measure/{name}" not in artifacts:
                 continue
-            row = _row(artifacts, target, backend, variant, max_drop, (latencies or {}).get(name))
+            row = _row(artifacts, target, backend, variant, max_drop, (sessions or {}).get(target))
             rows.append(row.model_copy(update={"notes": (*row.notes, *(notes or {}).get(name, ()))}))
     return choose_champions(rows)[0]
 
@@ -253,9 +254,9 @@ def _row(
     backend: str,
     variant: VariantName,
     max_drop: float,
-    latency: Mapping[str, Any] | None,
+    session: LatencySession | None,
 ) -> VariantRow:
-    from enginesmith.tasks.build import engine_manifest, node_precisions
+    from enginesmith.tasks.backends import engine_manifest, node_precisions
     from enginesmith.tasks.measure import load_result
 
     built = artifacts.get(f"build/{target}/{variant}")
@@ -267,7 +268,7 @@ def _row(
         model = _model(artifacts, variant)
         size, nodes = model.size, node_precisions(model)
     drop = math.inf if result.failed else result.drop
-    timed = latency or {}
+    timed = session.of(variant) if session else None
     return VariantRow(
         target=target,
         backend=backend,
@@ -279,22 +280,24 @@ def _row(
         fp32_nodes=nodes.get("fp32", 0),
         fp16_nodes=nodes.get("fp16", 0),
         int8_nodes=nodes.get("int8", 0),
-        latency_p50_ms=timed.get("p50_ms"),
-        latency_p99_ms=timed.get("p99_ms"),
-        throughput=timed.get("throughput"),
-        batch=timed.get("batch"),
+        latency_p50_ms=timed.p50_ms if timed else None,
+        latency_p99_ms=timed.p99_ms if timed else None,
+        throughput=timed.throughput if timed else None,
+        batch=timed.batch if timed else None,
         build_s=None if built is None else built.seconds,
         evidence=result.evidence,
         within_budget=within_budget(drop, max_drop),
-        notes=tuple(_notes(backend, variant, result, built is not None)),
+        notes=(
+            *_notes(backend, result, built is not None),
+            *(_timing_notes(session, timed) if session and timed else ()),
+        ),
     )
 
 
-def _notes(backend: str, variant: VariantName, result: Result, built: bool) -> Iterator[str]:
-    from enginesmith.tasks.engines import backend as find_backend
-    from enginesmith.tasks.hardware import int8_note, this_host
+def _notes(backend: str, result: Result, built: bool) -> Iterator[str]:
+    from enginesmith.tasks.backends import find_backend
+    from enginesmith.tasks.hardware import this_host
 
-    host = this_host()
     if result.failed:
         yield "failed: the metric or an output is NaN"
     if result.reason:
@@ -302,10 +305,19 @@ def _notes(backend: str, variant: VariantName, result: Result, built: bool) -> I
     if not built:
         yield f"not built: {backend} keeps the precision of {', '.join(sorted(find_backend(backend).builds()))} only"
     elif result.evidence != "engine":
-        gpus = f"this host's {', '.join(host.gpus)}" if host.gpus else "this host, which has no GPU"
-        yield f"built, not run: {backend} cannot run on {gpus}"
-    if "int8" in variant and backend == "onnxruntime" and int8_note(host):
-        yield int8_note(host)
+        gpus = this_host().gpus
+        where = f"this host's {', '.join(gpus)}" if gpus else "this host, which has no GPU"
+        yield f"built, not run: {backend} cannot run on {where}"
+
+
+def _timing_notes(session: LatencySession, timed: Latency) -> Iterator[str]:
+    """Of a session's notes, those that are about this row."""
+    from enginesmith.tasks.hardware import int8_note, this_host
+
+    int8 = int8_note(this_host())
+    for note in session.notes:
+        if "int8" in timed.variant if note == int8 else timed.jitter:
+            yield note
 
 
 def _model(artifacts: Mapping[str, Artifact], variant: VariantName) -> Artifact:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from enginesmith.tasks.latency import Latency, LatencySession
 from enginesmith.tasks.record import CompileRecord, record
 from enginesmith.tasks.settings import Pipeline, load_pipeline
 from enginesmith.tasks.stage import Stage
@@ -28,6 +29,17 @@ targets:
   cpu: {backend: onnxruntime}
   rtx: {backend: tensorrt_rtx}
 """
+SESSION = LatencySession(
+    target="cpu",
+    started="2026-12-01T02:01:00+00:00",
+    host={"cpu": "a CPU"},
+    load=(0.1, 0.2),
+    latencies=(
+        Latency(variant="int8", backend="onnxruntime", batch=8, runs=200, p50_ms=0.5, p90_ms=0.6, p99_ms=2.5,
+                max_ms=3.0, throughput=16000.0, jitter=True),
+    ),
+    notes=("the machine was not quiet",),
+)  # fmt: skip
 
 
 class Report(BaseModel):
@@ -129,7 +141,7 @@ def compiled(pipeline: Pipeline, store: Store) -> CompileRecord:
         rows=rows,
         started=STARTED,
         finished=STARTED + timedelta(seconds=90),
-        latencies={"cpu/int8": {"p50_ms": 0.5, "runs": 200}},
+        sessions={"cpu": SESSION},
         tags={"trigger": "manual"},
     )
 
@@ -172,12 +184,19 @@ def test_every_file_of_every_stage_has_a_folder_of_its_own(compiled: CompileReco
     assert {"slim/weights.safetensors", "slim/report.json", "slim/manifest.json"} <= shared
     assert {"simplify/model.onnx", "simplify/model.onnx.data"} <= shared
     assert {"fallback/fp16/model.onnx", "fallback/mixed/model.onnx"} <= shared
-    assert {"variants.json", "variants.md", "stages.json", "settings.yaml", "plots/pareto.svg"} <= shared
+    assert {
+        "variants.json",
+        "variants.md",
+        "stages.json",
+        "settings.yaml",
+        "plots/pareto.svg",
+        "latency/cpu.json",
+    } <= shared
     below = children(uri, done.run_id)
     engines = {n: Path(client(uri).download_artifacts(below[n].info.run_id, "build/model.onnx")).read_bytes()
                for n in ("cpu/fp32", "cpu/int8")}  # fmt: skip
     assert engines == {"cpu/fp32": b"engine 32", "cpu/int8": b"engine 8"}
-    assert {"measure/result.json", "latency.json"} <= files(uri, below["cpu/int8"].info.run_id)
+    assert {"measure/result.json"} <= files(uri, below["cpu/int8"].info.run_id)
 
 
 def test_the_same_compile_is_recorded_once(compiled: CompileRecord, uri: str) -> None:

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from enginesmith.tasks import plots, progress
+from enginesmith.tasks.graph.layers import LAYERS, LayerTable, load_layers
 from enginesmith.tasks.hardware import this_host
 from enginesmith.tasks.record.facts import hardware, versions
 from enginesmith.tasks.record.files import staged
@@ -30,6 +31,9 @@ from enginesmith.tasks.settings import Pipeline
 from enginesmith.tasks.stage import digest_of
 from enginesmith.tasks.store import Artifact
 from enginesmith.tasks.table import VariantRow, Verdict, as_markdown, choose_champions, json_rows
+
+if TYPE_CHECKING:
+    from enginesmith.tasks.latency import LatencySession
 
 SCHEMA = 1
 DIGEST = "enginesmith.digest"
@@ -51,7 +55,7 @@ class CompileRecord:
         source_sha256: digest of the checkpoint.
         artifacts: by label: the name of the stage; ``build/TARGET/VARIANT`` and ``measure/TARGET/VARIANT``.
         rows: the table.
-        latencies: by ``TARGET/VARIANT``: the observation that the row's latency comes from, JSON data.
+        sessions: by target, the session in which its engines were timed.
         started: when the compile began.
         finished: when it ended.
         tags: what set it off and where: ``trigger``, ``prefect.flow_run_id``, ``git.commit``, …
@@ -63,7 +67,7 @@ class CompileRecord:
     rows: tuple[VariantRow, ...]
     started: datetime
     finished: datetime
-    latencies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sessions: Mapping[str, LatencySession] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -77,7 +81,7 @@ class CompileRecord:
                 "source": self.source_sha256,
                 "artifacts": {label: [a.key, a.digest] for label, a in sorted(self.artifacts.items())},
                 "rows": [{name: v for name, v in row.items() if name != "build_s"} for row in json_rows(self.rows)],
-                "latencies": {name: dict(seen) for name, seen in sorted(self.latencies.items())},
+                "sessions": {name: seen.model_dump(mode="json") for name, seen in sorted(self.sessions.items())},
                 "versions": versions(),
                 "hardware": this_host().identity(),
             }
@@ -193,7 +197,8 @@ def _record(tracking: Tracking, experiment: str, compiled: CompileRecord, digest
     pipeline = compiled.pipeline
     rows, verdicts = choose_champions(compiled.rows)
     own, shared = _split(compiled)
-    tables = {"variants.json": json_rows(rows), "stages.json": _stage_rows(compiled)}
+    table = load_layers(shared["probe"].path) if "probe" in shared else None
+    tables = {"variants.json": json_rows(rows), "stages.json": _stage_rows(compiled), LAYERS: _layer_rows(table)}
     tables = {name: content for name, content in tables.items() if content}
     tags = {
         **_parent_tags(pipeline, compiled.source_sha256, compiled.tags),
@@ -214,7 +219,8 @@ def _record(tracking: Tracking, experiment: str, compiled: CompileRecord, digest
             "settings.yaml": _settings_text(pipeline),
             "variants.md": _note(pipeline, rows, verdicts),
             **{name: _table(content) for name, content in tables.items()},
-            **_plots(rows, pipeline),
+            **{f"latency/{name}.json": seen.model_dump_json(indent=1) for name, seen in compiled.sessions.items()},
+            **_plots(rows, table, pipeline),
         }
         with staged(shared, texts, copy_above_mb=copy_above_mb) as folder:
             tracking.client.log_artifacts(parent, str(folder))
@@ -223,9 +229,7 @@ def _record(tracking: Tracking, experiment: str, compiled: CompileRecord, digest
             child = {**_variant_tags(row), "mlflow.parentRunId": parent, **_checkpoint(compiled.source_sha256)}
             with tracking.run(experiment, row.name, _tags(child), span) as run:
                 _log_variant(tracking, run, row, compiled)
-                seen = compiled.latencies.get(row.name)
-                notes = {"latency.json": json.dumps(mask_data(seen), indent=1) + "\n"} if seen else {}
-                with staged(own.get(row.name, {}), notes, copy_above_mb=copy_above_mb) as folder:
+                with staged(own.get(row.name, {}), {}, copy_above_mb=copy_above_mb) as folder:
                     tracking.client.log_artifacts(run, str(folder))
             bar.advance()
     return parent
@@ -325,13 +329,43 @@ def _cell(value: object) -> object:
         return "; ".join(map(str, value))
     if isinstance(value, Mapping):
         return json.dumps(value)
-    return value if not isinstance(value, float) or math.isfinite(value) else None
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _plots(rows: Sequence[VariantRow], pipeline: Pipeline) -> dict[str, str]:
+def _layer_rows(table: LayerTable | None) -> list[dict[str, Any]]:
+    """The layer table with one figure per column, nodes that could be FP16 only."""
+    return [
+        {
+            "index": row.index,
+            "node": row.name,
+            "op": row.op,
+            "drop": row.drop,
+            "drop_stderr": row.stderr,
+            "local_rel_l2": row.local.rel_l2 if row.local else None,
+            "end_rel_l2": row.end.rel_l2 if row.end else None,
+            "cumulative_rel_l2": row.cumulative.rel_l2 if row.cumulative else None,
+            "absmax": row.outputs.absmax if row.outputs else None,
+            "overflow": row.outputs.overflow if row.outputs else None,
+            "subnormal": row.outputs.subnormal if row.outputs else None,
+            "vanish": row.outputs.vanish if row.outputs else None,
+            "lossy_constants": [constant.name for constant in row.lossy],
+            "module": row.module,
+        }
+        for row in (table.candidates if table else ())
+    ]
+
+
+def _plots(rows: Sequence[VariantRow], table: LayerTable | None, pipeline: Pipeline) -> dict[str, str]:
     """The plots by path."""
-    pareto = plots.pareto_plot(rows, max_drop=pipeline.settings.budget.max_drop, title=pipeline.name)
-    return {"plots/pareto.svg": pareto}
+    settings = pipeline.settings
+    found = {"plots/pareto.svg": plots.pareto_plot(rows, max_drop=settings.budget.max_drop, title=pipeline.name)}
+    if table is not None:
+        found["plots/layers.svg"] = plots.layer_plot(
+            plots.layer_points(table, ()),
+            title=f"{pipeline.name}: what FP16 does to each node ({table.samples} samples)",
+            layer_drop=settings.precision.fp16.layer_drop,
+        )
+    return found
 
 
 def _stage_rows(compiled: CompileRecord) -> list[dict[str, Any]]:
