@@ -120,7 +120,7 @@ class _Rewriter:
         conv = self.producers.get(activation.input[0]) if activation.input else None
         if upper is None or conv is None or conv.op_type != "Conv" or not is_int8(conv, self.seen):
             return ""
-        if self._only_reader(conv.output[0]) is not activation:
+        if self._only_reader(conv.output[0]) is None:
             return ""
         cap = int(min(_INT8_TOP, np.rint(np.float32(upper) / scale)))
         wide = f"{quantize.output[0]}_uncapped"
