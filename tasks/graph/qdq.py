@@ -137,9 +137,10 @@ class QuantizePass(ir.passes.InPlacePass):
        behind it; all quantized convolutions (and shortcuts) that read this tensor share the pair. Everything else
        keeps reading the tensor itself, so that a range is applied only where INT8 is used. The pair stands after the
        activation that produced the tensor: convolution and activation stay adjacent and fuse.
-    2. The weight becomes an int8 initializer behind a DequantizeLinear, per channel; convolutions that share one
-       weight share the integers, too, when their scales agree. The float weight is removed when nobody reads it
-       any more; a weight in a Constant node is treated as an initializer.
+    2. The weight becomes an int8 initializer behind a DequantizeLinear, per channel. Convolutions that share one
+       weight get integers of their own: with shared ones, ONNX Runtime 1.32 does not load the model under
+       session.x64quantprecision. The float weight is removed when nobody reads it any more; a weight in a Constant
+       node is treated as an initializer.
     3. Biases stay float: the TensorRT family does not parse an INT32 bias behind DequantizeLinear.
     4. Scales have the data type of the convolution: FLOAT, or FLOAT16 in an FP16 region. Zero points are explicit
        zeros of type int8.
@@ -149,7 +150,7 @@ class QuantizePass(ir.passes.InPlacePass):
 
     Precondition: opset 13, or 19 where a quantized convolution is FP16; every convolution of the plan is in the main
     graph and is FP32 or FP16. Postcondition: as many Q/DQ pairs as distinct quantized tensors, one DequantizeLinear
-    per distinct weight.
+    per convolution's weight.
 
     Args:
         quantization: which convolutions, with which scales and integers.
@@ -487,14 +488,13 @@ def _along(scale: FloatArray, axis: int | None, rank: int) -> FloatArray:
 
 
 class _Writer:
-    """Makes Q/DQ nodes with names of their own, each pair and each weight once."""
+    """Makes Q/DQ nodes with names of their own, each activation's pair once."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
         self._value_names = set(_value_names(graph))
         self._node_names = {node.name for node in graph.all_nodes()}
         self._pairs: dict[tuple[int, ir.DataType], ir.Value] = {}
-        self._weights: dict[tuple[object, ...], ir.Value] = {}
 
     def activation(self, value: ir.Value, scale: float, data_type: ir.DataType, *, before: ir.Node) -> ir.Value:
         """`value` behind its Q/DQ pair."""
@@ -508,15 +508,10 @@ class _Writer:
 
     def weight(self, base: str, weight: QuantizedWeight, data_type: ir.DataType, *, before: ir.Node) -> ir.Value:
         """A weight's integers behind their DequantizeLinear."""
-        key = (base, data_type, weight.axis, weight.scale.tobytes())
-        if key not in self._weights:
-            factor, zero = self._parameters(base, weight.scale, data_type)
-            integers = self._initializer(f"{base}_quantized", weight.values)
-            axis = {} if weight.axis is None else {"axis": weight.axis}
-            self._weights[key] = self._node(
-                "DequantizeLinear", base, [integers, factor, zero], data_type, integers, before, **axis
-            )
-        return self._weights[key]
+        integers = self._initializer(f"{base}_quantized", weight.values)
+        factor, zero = self._parameters(base, weight.scale, data_type)
+        axis = {} if weight.axis is None else {"axis": weight.axis}
+        return self._node("DequantizeLinear", base, [integers, factor, zero], data_type, integers, before, **axis)
 
     def _parameters(
         self, base: str, scale: FloatArray | np.float32, data_type: ir.DataType
