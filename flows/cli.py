@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from enginesmith.flows.order import Compiled
+    from enginesmith.flows.order import Compiled, StageName
     from enginesmith.tasks.store import Artifact
 
 _QUIET = {
@@ -51,11 +51,15 @@ def compile_command(
     pipeline: Path, checkpoint: Path | None, until: str, plain: bool, remeasure: bool, as_json: bool
 ) -> None:
     """Compile PIPELINE (a pipeline.yaml) to every variant on every target."""
+    from enginesmith.flows.order import compile_plain, stage_name
+
+    last = stage_name(until)
     if plain:
-        from enginesmith.flows.order import compile_plain as run
+        compiled = compile_plain(pipeline, checkpoint=checkpoint, until=last, remeasure=remeasure)
     else:
-        from enginesmith.flows.compile import compile_here as run
-    compiled = run(pipeline, checkpoint=checkpoint, until=until, remeasure=remeasure)
+        from enginesmith.flows.compile import compile_checkpoint
+
+        compiled = compile_checkpoint(pipeline, checkpoint=checkpoint, until=last, remeasure=remeasure)
     if as_json:
         click.echo(json.dumps(as_data(compiled), allow_nan=False))
     else:
@@ -270,7 +274,7 @@ def calibrate(
         _report(artifact, put(artifact, out), as_json)
 
 
-def _one_stage(stage: str, pipeline: Path, out: Path, checkpoint: Path | None, as_json: bool) -> None:
+def _one_stage(stage: StageName, pipeline: Path, out: Path, checkpoint: Path | None, as_json: bool) -> None:
     from enginesmith.flows.order import compile_plain
     from enginesmith.flows.workbench import put
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, task
+from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from enginesmith.flows.order import Compiled, StageName, compiling, finish, run_stages, said
+from enginesmith.flows.order import Call, Compiled, StageName, compiling, finish, run_stages, said
 from enginesmith.tasks import progress
 from enginesmith.tasks.stage import Stage
-from enginesmith.tasks.store import Artifact, Store
+from enginesmith.tasks.store import Store
 
 
 @flow(
@@ -37,7 +36,7 @@ def compile_checkpoint(
     with compiling(pipeline, checkpoint=checkpoint, until=until) as plan:
         compiled = run_stages(plan, _submit_to(plan.store))
         settle(compiled)
-        finish(plan, compiled, _call_task, remeasure=remeasure)
+        finish(plan, compiled, _call_task, remeasure=remeasure, tags=_tags())
         return compiled
 
 
@@ -48,17 +47,22 @@ def settle(compiled: Compiled) -> None:
         progress.note(said(label, compiled.stages[label]))
 
 
-def _submit_to(store: Store) -> Any:
-    def submit(label: str, stage: Stage, **inputs: Any) -> PrefectFuture[Artifact]:
+def _submit_to(store: Store) -> Call:
+    def submit(label: str, stage: Stage, **inputs: Any) -> Any:
         return stage.task.with_options(task_run_name=label).submit(store=store, **inputs)
 
     return submit
 
 
+def _tags() -> dict[str, str]:
+    run = runtime.flow_run
+    return {
+        "trigger": "deployment" if runtime.deployment.id else "command line",
+        "prefect.flow_run_id": str(run.id or ""),
+        "prefect.flow_run_name": str(run.name or ""),
+        "prefect.flow_run_url": str(run.ui_url or ""),
+    }
+
+
 def _call_task(label: str, function: Any, **inputs: Any) -> Any:
     return task(name=label, cache_policy=NO_CACHE, persist_result=False)(function)(**inputs)
-
-
-def compile_here(path: Path, *, checkpoint: Path | None, until: StageName, remeasure: bool) -> Compiled:
-    """Run the flow in this process: on the Prefect server that PREFECT_API_URL names, else on one of its own."""
-    return compile_checkpoint(path, checkpoint=checkpoint, until=until, remeasure=remeasure)

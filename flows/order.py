@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from enginesmith.tasks.store import Artifact, Store
 from enginesmith.tasks.usercode import UserCode, importable
 
 if TYPE_CHECKING:
+    from enginesmith.tasks.latency import TimedEngine
     from enginesmith.tasks.record import Recorded
     from enginesmith.tasks.table import VariantRow
 
@@ -43,6 +45,7 @@ StageName = Literal[
     "record",
 ]
 STAGES: tuple[StageName, ...] = get_args(StageName)
+_NAMES: Any = {"adopt": "export"}  # a checkpoint that is ONNX already is adopted where others are exported
 
 # A stage call: the artifact itself in plain mode, a future of it under Prefect. Stages take either.
 Call = Callable[..., Any]
@@ -59,13 +62,15 @@ class Target:
         backend: the backend's name.
         options: the backend's options.
         fingerprint: what of the host an engine depends on (GPU, driver, runtime).
-        executes: the variants that the backend really executes here.
+        builds: the variants whose precision the backend keeps in an engine.
+        executes: the variants that it really executes on this host.
     """
 
     name: str
     backend: str
     options: dict[str, Any]
     fingerprint: dict[str, Any]
+    builds: frozenset[str]
     executes: frozenset[str]
 
 
@@ -85,7 +90,7 @@ class Plan:
     store: Store
     source: SourceFile
     targets: tuple[Target, ...]
-    until: str = "record"
+    until: StageName = "record"
 
     @property
     def is_onnx(self) -> bool:
@@ -146,9 +151,10 @@ def run_stages(plan: Plan, call: Call) -> Compiled:
     last = STAGES.index(plan.until)
 
     def step(stage: Stage, *, label: str = "", **inputs: Any) -> Any:
-        if STAGES.index(stage.name) > last:
+        name: StageName = _NAMES.get(stage.name, stage.name)
+        if STAGES.index(name) > last:
             raise _Reached
-        label = label or stage.name
+        label = label or name
         done.stages[label] = call(label, stage, **inputs)
         return done.stages[label]
 
@@ -226,6 +232,7 @@ def _engines(plan: Plan, step: Callable[..., Any], files: dict[str, Any], judged
         )
         for target in plan.targets
         for variant, model in files.items()
+        if variant in target.builds
     }
     for target in plan.targets:
         for variant, model in files.items():
@@ -241,7 +248,7 @@ def _engines(plan: Plan, step: Callable[..., Any], files: dict[str, Any], judged
 
 
 def compile_plain(
-    path: Path, *, checkpoint: Path | None = None, until: str = "record", remeasure: bool = False
+    path: Path, *, checkpoint: Path | None = None, until: StageName = "record", remeasure: bool = False
 ) -> Compiled:
     """Compile one pipeline file in this process, without Prefect.
 
@@ -261,7 +268,7 @@ def compile_plain(
 
 
 @contextmanager
-def compiling(path: Path, *, checkpoint: Path | None, until: str) -> Iterator[Plan]:
+def compiling(path: Path, *, checkpoint: Path | None, until: StageName) -> Iterator[Plan]:
     """Load and plan a pipeline, its code importable; errors get their place and leave a failed MLflow run."""
     progress.reset()
     pipeline = load_pipeline(path)
@@ -273,12 +280,25 @@ def compiling(path: Path, *, checkpoint: Path | None, until: str) -> Iterator[Pl
             raise
 
 
-def make_plan(pipeline: Pipeline, *, checkpoint: Path | None = None, until: str = "record") -> Plan:
+def stage_name(text: str) -> StageName:
+    """A stage's name as the user wrote it.
+
+    Raises:
+        EnginesmithError: there is no such stage.
+    """
+    for name in STAGES:
+        if name == text:
+            return name
+    close = difflib.get_close_matches(text, STAGES, n=1)
+    raise EnginesmithError(
+        f"there is no stage {text!r}", hint=f"did you mean {close[0]}?" if close else f"stages: {', '.join(STAGES)}"
+    )
+
+
+def make_plan(pipeline: Pipeline, *, checkpoint: Path | None = None, until: StageName = "record") -> Plan:
     """Resolve and check everything that can be known before the first stage."""
     from enginesmith.tasks.data import resolve_source
 
-    if until not in STAGES:
-        raise EnginesmithError(f"no stage {until!r}", hint=f"stages: {', '.join(STAGES)}")
     path = checkpoint or resolve_source(pipeline.settings.model.checkpoint, pipeline.folder, "model.checkpoint")
     source = SourceFile.of(path, key="" if checkpoint else "model.checkpoint")
     if path.suffix == ".onnx" and pipeline.settings.model.factory:
@@ -288,9 +308,70 @@ def make_plan(pipeline: Pipeline, *, checkpoint: Path | None = None, until: str 
     return Plan(pipeline, Store(pipeline.store_root), source, _targets(pipeline), until)
 
 
-def finish(plan: Plan, compiled: Compiled, call: CallFunction, *, remeasure: bool = False) -> None:
-    """Time the engines, make the table, record everything in MLflow. Needs every artifact."""
+def finish(
+    plan: Plan,
+    compiled: Compiled,
+    call: CallFunction,
+    *,
+    remeasure: bool = False,
+    tags: Mapping[str, str] | None = None,
+) -> None:
+    """Time the engines, make the table, record everything in MLflow. Needs every artifact.
+
+    Args:
+        plan: what was compiled.
+        compiled: its artifacts; receives rows, where it was recorded, and the wall time.
+        call: ``call(label, function, **inputs)``, which runs the function or runs it as a task.
+        remeasure: time the engines again although an earlier session did.
+        tags: what set the compile off, for MLflow.
+    """
+    if plan.until in ("measure", "record"):
+        from enginesmith.tasks.latency import time_engines
+        from enginesmith.tasks.record import CompileRecord, record
+        from enginesmith.tasks.table import assemble_rows
+
+        artifacts = compiled.artifacts
+        sessions = {
+            target.name: call(
+                f"latency/{target.name}",
+                time_engines,
+                store=plan.store,
+                target=target.name,
+                engines=_timed(target, artifacts),
+                data=artifacts["data"],
+                again=remeasure,
+            )
+            for target in plan.targets
+        }
+        found = {name: session for name, session in sessions.items() if session is not None}
+        compiled.rows = assemble_rows(
+            artifacts,
+            targets={target.name: target.backend for target in plan.targets},
+            variants=plan.variants,
+            max_drop=plan.pipeline.settings.budget.max_drop,
+            sessions=found,
+        )
+        if plan.until == "record":
+            made = CompileRecord(
+                pipeline=plan.pipeline,
+                source_sha256=plan.source.sha256,
+                artifacts=artifacts,
+                rows=compiled.rows,
+                started=compiled.started,
+                finished=datetime.now(UTC),
+                sessions=found,
+                tags=tags or {"trigger": "command line"},
+            )
+            compiled.recorded = call("record", record, compiled=made)
     compiled.seconds = (datetime.now(UTC) - compiled.started).total_seconds()
+
+
+def _timed(target: Target, artifacts: Mapping[str, Artifact]) -> list[TimedEngine]:
+    """The target's engines that really execute their precision on this host."""
+    from enginesmith.tasks.latency import TimedEngine
+
+    engines = {v: artifacts.get(f"build/{target.name}/{v}") for v in VARIANTS if v in target.executes}
+    return [TimedEngine(v, target.backend, engine) for v, engine in engines.items() if engine is not None]
 
 
 @contextmanager
@@ -341,18 +422,29 @@ def said(label: str, artifact: Artifact) -> str:
 
 
 def _targets(pipeline: Pipeline) -> tuple[Target, ...]:
-    from enginesmith.tasks.engines import backend
+    """The targets as they are on this host; a backend that is not installed or an unknown option ends the compile."""
+    from enginesmith.tasks.backends import engine_errors, find_backend
+    from enginesmith.tasks.engines.spec import merged_options
 
     found = []
     for name, settings in pipeline.settings.targets.items():
-        implementation = backend(settings.backend)
+        backend = find_backend(settings.backend)
+        if backend.version() is None:
+            raise EnginesmithError(
+                f"the backend {settings.backend} of target {name!r} is not installed",
+                key=f"targets.{name}.backend",
+                hint=f"pip install {backend.extra}, or remove the target",
+            )
+        with engine_errors(key=f"targets.{name}"):
+            options = merged_options(backend.options, settings.options, backend=settings.backend)
         found.append(
             Target(
                 name,
                 settings.backend,
-                dict(settings.options),
-                implementation.fingerprint(),
-                frozenset(implementation.executes()),
+                options,
+                dict(backend.fingerprint()),
+                frozenset(backend.builds()),
+                frozenset(backend.executes()),
             )
         )
     return tuple(found)

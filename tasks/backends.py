@@ -17,12 +17,15 @@ KEY = "targets"
 
 
 @contextmanager
-def engine_errors() -> Iterator[None]:
-    """Engines' errors leave the block as EnginesmithError; a key relative to the target becomes `targets`."""
+def engine_errors(key: str = KEY) -> Iterator[None]:
+    """Engines' errors leave the block as EnginesmithError; a key relative to the target goes below `key`."""
     try:
         yield
     except EngineError as error:
-        key = error.key if not error.key or error.key.startswith("inputs") else KEY
+        if error.key and not error.key.startswith("inputs"):
+            key = KEY if key == KEY else f"{key}.{error.key}"
+        else:
+            key = error.key
         raise EnginesmithError(
             error.found, where=error.where, key=key, hint=error.hint, details=error.details
         ) from error
