@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
 from enginesmith.tasks.errors import EnginesmithError
-from enginesmith.tasks.feeds import MAX_BYTES, Array, Layout, Targets, take_targets
+from enginesmith.tasks.feeds import MAX_BYTES, Array, Layout, TargetKind, Targets, kind_of, take_targets
 
 FEEDS = "feeds.json"
 MAX_SAMPLES = 1_000_000
@@ -43,7 +42,7 @@ class SetFile(BaseModel):
     """feeds.json: which .npy files hold one set."""
 
     inputs: dict[str, str]
-    targets: Literal["none", "array", "dict", "ragged"]
+    targets: TargetKind
     target_files: dict[str, str]
     batched: bool
     batch_min: int
@@ -52,7 +51,13 @@ class SetFile(BaseModel):
 
 
 class SetWriter:
-    """Checks samples and writes one set."""
+    """Writes one set.
+
+    Args:
+        folder: where; created.
+        layout: what the inputs are declared to be.
+        key: the key of pipeline.yaml that fills the set, for errors.
+    """
 
     def __init__(self, folder: Path, layout: Layout, key: str) -> None:
         self.folder = folder
@@ -71,7 +76,7 @@ class SetWriter:
         """Add checked samples.
 
         Raises:
-            EnginesmithError: their shape or the kind of their targets changes, or there is no end to them.
+            EnginesmithError: there is no end to them.
         """
         count = len(next(iter(inputs.values())))
         for index, (name, array) in enumerate(inputs.items()):
@@ -79,22 +84,12 @@ class SetWriter:
             if column is None:
                 column = _Column(self.folder / f"input{index}.npy", array.dtype, array.shape[1:])
                 self._columns[name] = column
-            if array.shape[1:] != column.shape:
-                raise EnginesmithError(
-                    f"{name!r}: sample {self.count} has shape {list(array.shape[1:])}, "
-                    f"the samples before it {list(column.shape)}",
-                    key=self.key,
-                    hint="all samples of a set have one shape; resize, pad or crop them",
-                )
             column.append(array)
             self._moments[name].add(array)
             self.bytes += array.nbytes
-        if self.count == 0:
-            self._targets = _TargetWriter.of(targets, self.folder, self.key)
-        elif (targets is None) != (self._targets is None):
-            raise EnginesmithError(f"sample {self.count}: some samples have targets and others have none", key=self.key)
-        if targets is not None and self._targets is not None:
-            self._targets.append(targets, self.count)
+        if targets is not None:
+            self._targets = self._targets or _TargetWriter(self.folder, targets)
+            self._targets.append(targets)
         self.count += count
         if self.count > MAX_SAMPLES or self.bytes > self._limit:
             raise EnginesmithError(
@@ -113,17 +108,16 @@ class SetWriter:
         low, opt, high = self.layout.batch
         for column in self._columns.values():
             column.close()
-        kind, files = self._targets.close() if self._targets else ("none", {})
-        feeds = {
-            "inputs": {name: column.path.name for name, column in self._columns.items()},
-            "targets": kind,
-            "target_files": files,
-            "batched": self.layout.batched,
-            "batch_min": low,
-            "batch_opt": opt,
-            "batch_max": high,
-        }
-        (self.folder / FEEDS).write_text(json.dumps(feeds, indent=1) + "\n")
+        content = SetFile(
+            inputs={name: column.path.name for name, column in self._columns.items()},
+            targets=self._targets.kind if self._targets else "none",
+            target_files=self._targets.close() if self._targets else {},
+            batched=self.layout.batched,
+            batch_min=low,
+            batch_opt=opt,
+            batch_max=high,
+        )
+        (self.folder / FEEDS).write_text(content.model_dump_json(indent=1) + "\n")
         return SetReport(
             source=self.source,
             samples=self.count,
@@ -136,7 +130,7 @@ class SetWriter:
 
 
 class Dealer:
-    """Deals samples out to two writers, one of each pair to either; the coin is seeded. An odd last one is judged."""
+    """Deals samples out to two writers, one of each pair of neighbours to either; the coin is seeded."""
 
     def __init__(self, find: SetWriter, judge: SetWriter | None, seed: int) -> None:
         self.find = find
@@ -176,36 +170,18 @@ class Dealer:
 
 
 class _TargetWriter:
-    """Writes the targets of one set; the first ones decide their kind."""
+    """Writes the targets of one set."""
 
-    def __init__(self, kind: Literal["array", "dict", "ragged"], first: Targets, folder: Path, key: str) -> None:
-        self.kind = kind
-        self.key = key
+    def __init__(self, folder: Path, first: Targets) -> None:
         self.folder = folder
+        self.kind = kind_of(first)
         self._names = {name: f"targets{i}.npy" for i, name in enumerate(sorted(_named(first)))}
         self._columns: dict[str, _Column] = {}
         # Strings: their width is known only at the end.
         self._texts: dict[str, list[Array]] = {}
 
-    @classmethod
-    def of(cls, targets: Targets | None, folder: Path, key: str) -> _TargetWriter | None:
-        if targets is None:
-            return None
-        kind: Literal["array", "dict", "ragged"] = (
-            "dict" if isinstance(targets, dict) else "ragged" if isinstance(targets, list) else "array"
-        )
-        return cls(kind, targets, folder, key)
-
-    def append(self, targets: Targets, first: int) -> None:
-        kind = "dict" if isinstance(targets, dict) else "ragged" if isinstance(targets, list) else "array"
-        if kind != self.kind:
-            raise EnginesmithError(f"sample {first}: targets change from {self.kind} to {kind}", key=self.key)
-        named = _named(targets)
-        if set(named) != set(self._names):
-            raise EnginesmithError(
-                f"sample {first}: targets {sorted(named)}, before it {sorted(self._names)}", key=self.key
-            )
-        for name, array in named.items():
+    def append(self, targets: Targets) -> None:
+        for name, array in _named(targets).items():
             if array.dtype.kind in "US":
                 self._texts.setdefault(name, []).append(array)
                 continue
@@ -213,21 +189,14 @@ class _TargetWriter:
             if column is None:
                 column = _Column(self.folder / self._names[name], array.dtype, array.shape[1:])
                 self._columns[name] = column
-            if (array.dtype, array.shape[1:]) != (column.dtype, column.shape):
-                raise EnginesmithError(
-                    f"sample {first}: targets are {array.dtype} {list(array.shape[1:])}, "
-                    f"before it {column.dtype} {list(column.shape)}",
-                    key=self.key,
-                    hint="give ragged targets as a list with one array per sample",
-                )
             column.append(array)
 
-    def close(self) -> tuple[str, dict[str, str]]:
+    def close(self) -> dict[str, str]:
         for column in self._columns.values():
             column.close()
         for name, texts in self._texts.items():
             np.save(self.folder / self._names[name], np.concatenate(texts))
-        return self.kind, self._names
+        return self._names
 
     @property
     def shown(self) -> str:
@@ -244,24 +213,25 @@ class _Column:
         self.dtype = dtype
         self.shape = shape
         self.count = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb")
-        self._header()
+        with path.open("wb") as file:
+            self._write_header(file)
 
     def append(self, rows: Array) -> None:
-        self._file.write(np.ascontiguousarray(rows).data if rows.size else b"")
+        if rows.size:
+            # Not tofile: its OSError does not say that the disk is full.
+            with self.path.open("ab") as file:
+                file.write(np.ascontiguousarray(rows).data)
         self.count += len(rows)
 
     def close(self) -> None:
-        self._file.seek(0)
-        self._header()
-        self._file.close()
+        with self.path.open("r+b") as file:
+            self._write_header(file)
 
-    def _header(self) -> None:
+    def _write_header(self, file: BinaryIO) -> None:
         # numpy pads headers for a growing axis 0, so that the final one has the length of the first.
         descr = np.lib.format.dtype_to_descr(self.dtype)
         header = {"descr": descr, "fortran_order": False, "shape": (self.count, *self.shape)}
-        np.lib.format.write_array_header_1_0(self._file, header)
+        np.lib.format.write_array_header_1_0(file, header)
 
 
 class _Moments:

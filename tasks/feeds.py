@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from enginesmith.tasks.usercode import UserCode, user_error
 
 Array = npt.NDArray[Any]
 Targets = Array | dict[str, Array] | list[Array]
+TargetKind = Literal["none", "array", "dict", "ragged"]
 Wrong = Callable[..., EnginesmithError]
 
 CHUNK_BYTES = 32 << 20
@@ -100,8 +101,10 @@ def read_feeds(
     """
     where = "" if isinstance(source, UserCode) else str(source.path)
     first = 0
+    form: dict[str, str] = {}
     for number, item in enumerate(_items(source, layout, key, scratch)):
         inputs, targets, count = _read_item(item, number, layout, first, key, where)
+        form = _check_steady(_form(inputs, targets), form, first, key, where)
         step = max(1, CHUNK_BYTES // max(1, sum(a[:1].nbytes for a in inputs.values())))
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
@@ -112,6 +115,13 @@ def read_feeds(
     if first == 0:
         name = source.spec if isinstance(source, UserCode) else source.path.name
         raise EnginesmithError(f"{name} yields no samples", where=where, key=key)
+
+
+def kind_of(targets: Targets | None) -> TargetKind:
+    """The form in which targets are given."""
+    if targets is None:
+        return "none"
+    return "dict" if isinstance(targets, dict) else "ragged" if isinstance(targets, list) else "array"
 
 
 def take_targets(targets: Targets | None, rows: slice | npt.NDArray[np.int64]) -> Targets | None:
@@ -303,6 +313,37 @@ def _check_declared(name: str, array: Array, layout: Layout, sizes: dict[str, in
             raise wrong(f"{name!r} has {dim} = {size}, declared {bounds.min}..{bounds.max}")
         if sizes.setdefault(dim, size) != size:
             raise wrong(f"{name!r} has {dim} = {size}, another input {sizes[dim]}")
+
+
+def _form(inputs: Mapping[str, Array], targets: Targets | None) -> dict[str, str]:
+    """What all samples of a set have to have in common, in words."""
+    form = {f"{name!r}": f"of shape {list(array.shape[1:])}" for name, array in inputs.items()}
+    form["targets"] = kind_of(targets)
+    if isinstance(targets, dict):
+        form |= {f"targets {name!r}": _column_form(array) for name, array in targets.items()}
+    elif isinstance(targets, list):
+        form["targets"] += f" {targets[0].dtype} of rank {targets[0].ndim}"
+    elif targets is not None:
+        form["targets"] = _column_form(targets)
+    return form
+
+
+def _column_form(array: Array) -> str:
+    return f"{'text' if array.dtype.kind in 'US' else array.dtype} {list(array.shape[1:])}"
+
+
+def _check_steady(form: dict[str, str], before: dict[str, str], first: int, key: str, where: str) -> dict[str, str]:
+    for part in {**form, **before} if before else {}:
+        if form.get(part) != before.get(part):
+            raise EnginesmithError(
+                f"sample {first}: {part} {form.get(part, 'absent')}, before it {before.get(part, 'absent')}",
+                where=where,
+                key=key,
+                hint="targets that differ in size go into a list, one array per sample"
+                if part.startswith("targets")
+                else "all samples of a set have one shape; resize, pad or crop them",
+            )
+    return form
 
 
 def _check_finite(inputs: Mapping[str, Array], first: int, key: str, where: str) -> None:

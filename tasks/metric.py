@@ -306,6 +306,12 @@ def _paired_stderr(reference: Score, candidate: Score) -> float | None:
 
 
 def _agreement(outputs: Mapping[str, Array], reference: Mapping[str, Array], count: int) -> Score:
+    for name, expected in reference.items():
+        if outputs[name].shape != expected.shape:
+            raise EnginesmithError(
+                f"output {name!r} has shape {list(outputs[name].shape)}, FP32 {list(expected.shape)}",
+                hint="a variant must compute what the FP32 model computes",
+            )
     scores = np.mean([_agree(outputs[name], reference[name], count) for name in reference], axis=0)
     return Score(float(scores.mean()), scores)
 
