@@ -1,0 +1,217 @@
+"""Turns a folded module, or somebody's ONNX file, into the graph that the pipeline compiles, past three firewalls."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from pydantic import BaseModel
+
+from enginesmith.tasks import child, progress
+from enginesmith.tasks.child import ChildError, Limits
+from enginesmith.tasks.data import load_dataset
+from enginesmith.tasks.errors import EnginesmithError
+from enginesmith.tasks.export.foreign import adopt_file
+from enginesmith.tasks.export.judge import Judgement, judge_module
+from enginesmith.tasks.firewalls.findings import BlockedError, Finding, blocking, in_order, save_findings
+from enginesmith.tasks.firewalls.operators import check_operators
+from enginesmith.tasks.firewalls.samples import cases_of, save_cases
+from enginesmith.tasks.graph import io
+from enginesmith.tasks.settings import ExportSettings, InputSettings
+from enginesmith.tasks.stage import SourceFile, Stage
+from enginesmith.tasks.store import Artifact
+from enginesmith.tasks.usercode import UserCode, importable
+
+
+class ExportReport(BaseModel):
+    """How the graph came about and how well it agrees with its origin.
+
+    Attributes:
+        exporter: `dynamo` or `legacy`.
+        reason: what the exporters tried before it said; empty when the first one did it.
+        opset: read back from the file.
+        nodes: number of nodes, those of subgraphs included.
+        bytes: size of the tensors.
+        inputs: shape of each input, read back from the file.
+        outputs: shape of each output, read back.
+        errors: for each output its largest difference from PyTorch, relative to its range.
+        compared: at which sizes and on which inputs it was compared.
+        findings: what the firewalls say.
+    """
+
+    exporter: str
+    reason: tuple[str, ...]
+    opset: int
+    nodes: int
+    bytes: int
+    inputs: dict[str, tuple[int | str | None, ...]]
+    outputs: dict[str, tuple[int | str | None, ...]]
+    errors: dict[str, float]
+    compared: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+
+def export_folded(
+    out: Path,
+    *,
+    model: Artifact,
+    factory: UserCode,
+    data: Artifact,
+    inputs: Mapping[str, InputSettings],
+    settings: ExportSettings,
+    backends: Iterable[str],
+) -> ExportReport:
+    """Export the folded module to `model.onnx` and write `findings.json`.
+
+    Args:
+        out: empty folder for the files.
+        model: the fold stage's artifact.
+        factory: the user's code that builds the module.
+        data: the data stage's artifact; its calibration samples are the export's and the experiment's inputs.
+        inputs: declared inputs.
+        settings: opset, exporter, tolerance.
+        backends: whose parsers are asked; a refusal blocks only that backend.
+
+    Raises:
+        BlockedError: a firewall blocks the export.
+        EnginesmithError: the declared inputs do not fit forward.
+    """
+    from enginesmith.tasks.modules import load_folded
+
+    with importable(factory.folder), progress.track("export", 2) as bar:
+        module = load_folded(factory, model)
+        bar.advance()
+        judgement = judge_module(
+            module, load_dataset(data, "calibration"), inputs, settings, backends, out, roots=(factory.folder,)
+        )
+        bar.advance()
+    return _published(judgement, out)
+
+
+def _published(judgement: Judgement, out: Path) -> ExportReport:
+    if judgement.blocked or judgement.exported is None:
+        raise BlockedError.of(judgement.findings, what="the export", key="model.factory")
+    save_findings(judgement.findings, out)
+    exported = judgement.exported
+    return ExportReport(
+        exporter=exported.exporter,
+        reason=tuple(f.message for f in exported.failures),
+        findings=judgement.findings,
+        errors=dict(judgement.errors),
+        compared=judgement.cases,
+        **graph_facts(exported.model),
+    )
+
+
+def graph_facts(model: ir.Model) -> dict[str, Any]:
+    """What reports say of a graph: opset, nodes, bytes, inputs, outputs."""
+    return {
+        "opset": model.opset_imports.get("", 0),
+        "nodes": sum(1 for _ in model.graph.all_nodes()),
+        "bytes": io.tensor_bytes(model),
+        "inputs": {str(value.name): _shape(value) for value in model.graph.inputs},
+        "outputs": {str(value.name): _shape(value) for value in model.graph.outputs},
+    }
+
+
+def _shape(value: ir.Value) -> tuple[int | str | None, ...]:
+    return () if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
+
+
+class AdoptReport(BaseModel):
+    """What an ONNX file brought and what became of it.
+
+    Attributes:
+        opset: before and after; equal when it was not converted.
+        nodes: number of nodes, those of subgraphs included.
+        bytes: size of the tensors.
+        inputs: shape of each input as it is now.
+        outputs: shape of each output.
+        errors: for each output its largest difference from the file as it came, relative to its range.
+        compared: at which sizes and on which inputs it was compared.
+        findings: what the firewalls say.
+    """
+
+    opset: tuple[int, int]
+    nodes: int
+    bytes: int
+    inputs: dict[str, tuple[int | str | None, ...]]
+    outputs: dict[str, tuple[int | str | None, ...]]
+    errors: dict[str, float]
+    compared: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+
+ADOPT_LIMITS = Limits(seconds=300, memory=12 << 30)
+
+
+def adopt_onnx(
+    out: Path,
+    *,
+    source: SourceFile,
+    data: Artifact,
+    inputs: Mapping[str, InputSettings],
+    settings: ExportSettings,
+    backends: Iterable[str],
+) -> AdoptReport:
+    """Take over an ONNX file: `model.onnx` in the pipeline's form and `findings.json`; see `foreign.adopt_file`.
+
+    Args:
+        out: empty folder for the files.
+        source: the file; external data lies beside it.
+        data: the data stage's artifact.
+        inputs: declared inputs.
+        settings: tolerance of the comparison; a file of opset 18 and later keeps its opset.
+        backends: whose parsers are asked; a refusal blocks only that backend.
+
+    Raises:
+        BlockedError: a firewall blocks it.
+        EnginesmithError: not a readable ONNX file, external data outside its folder, or opening it crashed, hung or
+            needed more than its limits.
+    """
+    with tempfile.TemporaryDirectory(prefix="enginesmith-adopt-") as scratch, progress.track("adopt", 2) as bar:
+        save_cases(cases_of(load_dataset(data, "calibration"), inputs), Path(scratch))
+        try:
+            answer = child.call(
+                adopt_file,
+                limits=ADOPT_LIMITS,
+                what=f"opening {source.path.name}",
+                source=str(source.path),
+                out=str(out),
+                cases=scratch,
+                inputs={name: declared.model_dump(mode="json") for name, declared in inputs.items()},
+                tolerance=settings.tolerance,
+            )
+        except ChildError as error:
+            raise EnginesmithError(
+                error.found,
+                where=str(source.path),
+                key="model.checkpoint",
+                hint="an ONNX file is a program and runs under limits; check where this one comes from",
+                details=error.details,
+            ) from error
+        bar.advance()
+        findings = tuple(Finding.model_validate(entry) for entry in answer["findings"])
+        if not blocking(findings):
+            findings += tuple(check_operators(out, backends))
+        bar.advance()
+    if blocking(findings):
+        raise BlockedError.of(findings, what=source.path.name, key="model.checkpoint")
+    save_findings(findings, out)
+    facts = graph_facts(io.load(out))
+    return AdoptReport(
+        opset=(answer["opset_before"], facts.pop("opset")),
+        errors=answer["errors"],
+        compared=tuple(answer["cases"]),
+        findings=tuple(in_order(findings)),
+        **facts,
+    )
+
+
+_TOOLS = ("onnx", "onnx-ir", "onnxruntime", "tensorrt-rtx", "tensorrt")
+
+EXPORT = Stage("export", version=1, run=export_folded, tools=("torch", "onnxscript", *_TOOLS))
+ADOPT = Stage("adopt", version=1, run=adopt_onnx, tools=_TOOLS)

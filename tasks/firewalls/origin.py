@@ -1,0 +1,22 @@
+"""Turns a node's metadata into the module and the source line that it came from."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+MODULE = "enginesmith.module"
+"""Metadata key of a node: dotted path of its module below the model."""
+
+SOURCE = "enginesmith.source"
+"""Metadata key of a node: `file:line`, the file relative to the pipeline's folder or to the installed packages."""
+
+
+def source_of(node: ir.Node) -> tuple[str, int]:
+    """File and line of the source that a node came from; ("", 0) when unknown."""
+    file, _, line = node.metadata_props.get(SOURCE, "").rpartition(":")
+    return (file, int(line)) if file and line.isdigit() else ("", 0)
+
+
+def module_of(node: ir.Node) -> str:
+    """Dotted path of the module that a node came from; empty when unknown."""
+    return node.metadata_props.get(MODULE, "")
