@@ -19,30 +19,6 @@ MARK = "enginesmith.precision"
 """Key of the model's metadata that says a conversion has been made."""
 
 _LAZY_BYTES = 1 << 20
-_CHUNK = 1 << 20
-
-
-@dataclass(frozen=True)
-class LossyConstant:
-    """A constant operand that FP16 does not hold.
-
-    Attributes:
-        node: name of the node that reads it.
-        tensor: name of the constant.
-        size: number of elements.
-        overflow: finite elements that become infinite.
-        vanished: elements that become zero.
-        subnormal: elements that lose bits because they are FP16 subnormals.
-        absmax: largest finite magnitude before.
-    """
-
-    node: str
-    tensor: str
-    size: int
-    overflow: int
-    vanished: int
-    subnormal: int
-    absmax: float
 
 
 @dataclass(frozen=True)
@@ -55,7 +31,6 @@ class Conversion:
         moved: names of nodes that run in the other precision than asked for, which saves casts and changes no value.
         casts: Cast nodes added. No placement of the same values has fewer.
         unmoved_casts: Cast nodes that there would be if no node had moved.
-        constants: constants stored as FLOAT16 that lose elements to overflow, zero or subnormals.
     """
 
     model: ir.Model
@@ -63,7 +38,6 @@ class Conversion:
     moved: tuple[str, ...]
     casts: int
     unmoved_casts: int
-    constants: tuple[LossyConstant, ...]
 
 
 def to_mixed(model: ir.Model, half: Collection[str]) -> ir.Model:
@@ -89,24 +63,6 @@ def convert(model: ir.Model, half: Collection[str]) -> Conversion:
     return conversion.result
 
 
-def lossy_constants(model: ir.Model, half: Collection[str]) -> tuple[LossyConstant, ...]:
-    """The constants that the named nodes would read rounded, and that FP16 does not hold.
-
-    Args:
-        model: types known, node names unique, constants lifted to initializers.
-        half: names of nodes.
-    """
-    found: list[LossyConstant] = []
-    for node in model.graph.all_nodes():
-        form = half_form(node, model.opset_imports) if node.name in half else None
-        for index in form.operands if form else ():
-            value = node.inputs[index]
-            loss = _loss(node.name or "", value) if value is not None else None
-            if loss is not None:
-                found.append(loss)
-    return tuple(found)
-
-
 class ToMixed(ir.passes.FunctionalPass):
     """Type the named nodes FLOAT16 and put Casts at the borders.
 
@@ -118,7 +74,7 @@ class ToMixed(ir.passes.FunctionalPass):
        tensor that others read: one per tensor, directly behind its writer, shared by all readers, bodies included.
     3. A float32 constant that named nodes read is stored as FLOAT16, rounded to nearest even; when others read it too
        there is one copy per precision. Nothing is clamped: what FP16 does not hold becomes infinite, subnormal or zero
-       (`Conversion.constants` says so).
+       (the layer table's `lossy` says which do).
     4. Nodes that only move data, that compare, or that cast, and the values that If, Loop and Scan carry, run in
        whichever precision needs the fewest casts, when that changes no value (`placement.place`).
     5. A Cast to float32, and nodes that make float32 data from nothing (ConstantOfShape, RandomNormal, …), make FLOAT16
@@ -166,13 +122,12 @@ class ToMixed(ir.passes.FunctionalPass):
         for node in model.graph.all_nodes():
             if node.name in self._half and half_form(node, model.opset_imports) is None:
                 raise EnginesmithError(f"{node.op_type} {node.name!r} has no FP16 form", where=node.name or "")
-        constants = lossy_constants(model, self._half)
         placement = place(model, self._half)
         casts = _Rewriter(model, placement).rewrite()
         if placement.half:
             model.metadata_props[MARK] = "mixed"
         names = tuple(u.node.name or "" for u in placement.units if u.node is not None and u in placement.half)
-        self.result = Conversion(model, names, placement.moved, casts, placement.unmoved_casts, constants)
+        self.result = Conversion(model, names, placement.moved, casts, placement.unmoved_casts)
         return ir.passes.PassResult(model, modified=bool(placement.half))
 
     def ensures(self, model: ir.Model) -> None:
@@ -316,24 +271,3 @@ def _rounded(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
     return ir.LazyTensor(
         lambda: ir.tensor(_to_half(tensor.numpy())), dtype=FLOAT16, shape=ir.Shape(tensor.shape.numpy()), name=name
     )
-
-
-def _loss(node: str, value: ir.Value) -> LossyConstant | None:
-    tensor = constant(value)
-    if tensor is None:
-        return None
-    overflow = vanished = subnormal = 0
-    absmax = 0.0
-    flat = tensor.numpy().reshape(-1)
-    for start in range(0, flat.size, _CHUNK):
-        array = flat[start : start + _CHUNK]
-        half = _to_half(array)
-        finite = np.isfinite(array)
-        overflow += int(np.count_nonzero(finite & ~np.isfinite(half)))
-        vanished += int(np.count_nonzero((half == 0) & (array != 0)))
-        tiny = (np.abs(half) < np.finfo(np.float16).smallest_normal) & (half != 0)
-        subnormal += int(np.count_nonzero(tiny & (half.astype(np.float32) != array)))
-        absmax = max(absmax, float(np.max(np.abs(array[finite]), initial=0.0)))
-    if not (overflow or vanished or subnormal):
-        return None
-    return LossyConstant(node, value.name or "", int(flat.size), overflow, vanished, subnormal, absmax)

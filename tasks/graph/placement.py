@@ -175,7 +175,7 @@ def place(model: ir.Model, half: Collection[str]) -> Placement:
         model: types known, node names unique.
         half: names of the nodes wanted in FP16; those without a `half_form` are passed over.
     """
-    survey = _Survey(model)
+    survey = Survey(model)
     wanted = frozenset(u for u in survey.units if u.node is not None and u.node.name in half)
     chosen = _cheapest(survey, wanted, _free(survey, wanted))
     units = tuple(survey.units)
@@ -185,7 +185,7 @@ def place(model: ir.Model, half: Collection[str]) -> Placement:
     return Placement(units, chosen, readers, survey.writer, moved, sum(1 for _ in unmoved.crossings()))
 
 
-class _Survey:
+class Survey:
     """Who reads and writes each float32 value of a model, its bodies included."""
 
     def __init__(self, model: ir.Model) -> None:
@@ -247,7 +247,7 @@ class _Survey:
         self.writer.update(dict.fromkeys(values, unit))
 
 
-def _free(survey: _Survey, wanted: frozenset[Unit]) -> frozenset[Unit]:
+def _free(survey: Survey, wanted: frozenset[Unit]) -> frozenset[Unit]:
     """The units that give the same values in either precision.
 
     1. Exact units all of whose operands fit FP16 already, because whoever wrote them rounded them.
@@ -270,7 +270,7 @@ def _free(survey: _Survey, wanted: frozenset[Unit]) -> frozenset[Unit]:
     return frozenset(first | second)
 
 
-def _rounded(survey: _Survey, wanted: frozenset[Unit]) -> set[ir.Value]:
+def _rounded(survey: Survey, wanted: frozenset[Unit]) -> set[ir.Value]:
     """The values that are FP16 numbers whatever tensor holds them; the greatest such set, since loops feed back."""
     rounded = set(survey.writer)
     for unit in survey.units:
@@ -291,7 +291,7 @@ def _rounded(survey: _Survey, wanted: frozenset[Unit]) -> set[ir.Value]:
     return rounded
 
 
-def _cheapest(survey: _Survey, wanted: frozenset[Unit], free: frozenset[Unit]) -> frozenset[Unit]:
+def _cheapest(survey: Survey, wanted: frozenset[Unit], free: frozenset[Unit]) -> frozenset[Unit]:
     """The units to run in FP16: the fixed ones as wanted, the free ones by minimum cut, as wanted where it is equal.
 
     The source side of the cut is FP16. A value costs one Cast when its writer is in FP16 and any reader is not
