@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +21,8 @@ WEIGHTS = "weights.safetensors"
 # ALIASES is a JSON object from the other names to that one. PREFIX is what slim took off the front of every name.
 ALIASES = "aliases"
 PREFIX = "prefix"
+
+_ALIGN = 8
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ def read_weights(path: Path) -> Weights:
     return Weights(tensors, metadata.get(PREFIX, ""))
 
 
-def write_state(state: dict[str, torch.Tensor], path: Path) -> None:
+def write_state(state: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write a state dict. Names that share the same memory are stored once; the same state gives the same bytes."""
-    from safetensors.torch import save_file
+    import torch
 
     owners: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -64,13 +69,62 @@ def write_state(state: dict[str, torch.Tensor], path: Path) -> None:
         owner = owners.setdefault(identity, name) if tensor.numel() else name
         if owner != name:
             aliases[name] = owner
-    metadata = {"format": "pt"} | ({ALIASES: json.dumps(aliases, sort_keys=True)} if aliases else {})
-    stored = {name: state[name].detach().cpu().contiguous() for name in sorted(state) if name not in aliases}
-    # A tensor of its own for each: save_file refuses views of one storage, which contiguous() may return.
-    shared: set[int] = set()
-    for name, tensor in stored.items():
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in shared or storage.nbytes() != tensor.nbytes:
-            stored[name] = tensor.clone()
-        shared.add(storage.data_ptr())
-    save_file(stored, path, metadata=metadata)
+    stored = [name for name in state if name not in aliases]
+    rows = [Row(n, _dtype_name(state[n]), tuple(state[n].shape), state[n].element_size()) for n in stored]
+    order, head = header(rows, aliases, "")
+    with path.open("wb") as file:
+        file.write(head)
+        for row in order:
+            tensor = state[row.name].detach().cpu().contiguous().reshape(-1)
+            file.write(tensor.view(torch.uint8).numpy().data)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of a file: name, safetensors' name of its element type, shape, bytes of one element."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.itemsize
+
+
+def header(rows: Iterable[Row], aliases: Mapping[str, str], prefix: str) -> tuple[list[Row], bytes]:
+    """The order in which tensors stand in a file, and everything that stands before them.
+
+    Largest elements first, then by name, as safetensors orders them: every tensor is aligned in a mapped file. (The
+    safetensors library writes its metadata in random order, so that the same tensors would not give the same bytes.)
+    """
+    order = sorted(rows, key=lambda row: (-row.itemsize, row.name))
+    metadata = {"format": "pt"}
+    if aliases:
+        metadata[ALIASES] = json.dumps(dict(sorted(aliases.items())))
+    if prefix:
+        metadata[PREFIX] = prefix
+    table: dict[str, object] = {"__metadata__": metadata}
+    position = 0
+    for row in order:
+        end = position + row.nbytes
+        table[row.name] = {"dtype": row.dtype, "shape": row.shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGN)
+    return order, len(text).to_bytes(8, "little") + text
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    short = {
+        "bool": "BOOL",
+        "bfloat16": "BF16",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e5m2": "F8_E5M2",
+        "complex64": "C64",
+    }
+    kind, _, bits = re.sub(r"(\d+)$", r" \1", name).partition(" ")
+    return short.get(name) or f"{kind[0].upper()}{bits}"

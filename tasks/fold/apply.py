@@ -165,7 +165,7 @@ def apply_plan(
         _assign(result.get_submodule(path), "scale", norm.scale)
         _assign(result.get_submodule(path), "shift", norm.shift)
     count += _flush_subnormals(result)
-    return Folded(result.eval().requires_grad_(False), structure, clamped, constants, tuple(kept), count)
+    return Folded(result.requires_grad_(False), structure, clamped, constants, tuple(kept), count)
 
 
 def _clamped(

@@ -51,7 +51,7 @@ def compare_modules(
 
     An output passes when its largest difference is at most `tolerance` times its range. An output that does not is
     judged by the FP64 result of the original on the feed where they differ most: it passes when the folded module is
-    not much further from it than the original itself is (`ROUNDING` times), for then FP32 rounding is what separates them.
+    not much further from it than the original itself is (`ROUNDING` times), for then FP32 rounding separates them.
 
     Args:
         expected: outputs of the original (`run_all`).

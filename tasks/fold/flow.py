@@ -102,11 +102,18 @@ def trace_flow(module: nn.Module, feeds: Mapping[str, torch.Tensor]) -> Flow:
 
 
 class _Tracer(fx.Tracer):
+    """Follows everything but layers and those modules of PyTorch's own that hold no BatchNorm."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # Found before tracing starts: whether a module computes a BatchNorm is found out by running it.
+        self.whole = {m for m in module.modules() if is_layer(m)}
+        self.norms = {m for m in self.whole if is_norm(m)}
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if is_layer(m):
+        if m in self.whole:
             return True
-        inside = any(is_norm(child) for child in m.modules() if child is not m)
-        return super().is_leaf_module(m, module_qualified_name) and not inside
+        return super().is_leaf_module(m, module_qualified_name) and not self.norms & set(m.modules())
 
 
 class _Shapes(fx.Interpreter):
@@ -128,7 +135,7 @@ def _symbolic(module: nn.Module, feeds: Mapping[str, torch.Tensor]) -> list[Node
     signature = inspect.signature(module.forward)
     given = signature.bind(*args, **kwargs).arguments
     defaults = {n: p.default for n, p in signature.parameters.items() if n not in given and p.default is not p.empty}
-    graph = _Tracer().trace(module, concrete_args=defaults or None)
+    graph = _Tracer(module).trace(module, concrete_args=defaults or None)
     interpreter = _Shapes(fx.GraphModule(module, graph))
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     values = {**defaults, **given}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,7 @@ from enginesmith.tasks import progress
 from enginesmith.tasks.slim.numerics import Counts
 from enginesmith.tasks.slim.readers import read_safetensors
 from enginesmith.tasks.slim.tensors import DTYPES, FLOATS, Array, MappedFile, Tensor
-from enginesmith.tasks.weights import ALIASES, PREFIX
-
-_ALIGN = 8
+from enginesmith.tasks.weights import Row, header
 
 
 @dataclass(frozen=True)
@@ -78,28 +75,17 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], prefix: str, dtype:
         owner = owners.setdefault(identity, name) if tensors[name].numel else name
         if owner != name:
             aliases[name] = owner
-    stored = [name for name in sorted(tensors) if name not in aliases]
-    # Largest alignment first, as safetensors itself does, so that every tensor is aligned in a mapped file.
-    stored.sort(key=lambda n: (-DTYPES[target_dtype(n, tensors[n], dtype)].itemsize, n))
-    metadata = {"format": "pt"}
-    if aliases:
-        metadata[ALIASES] = json.dumps(aliases, sort_keys=True)
-    if prefix:
-        metadata[PREFIX] = prefix
-    header: dict[str, object] = {"__metadata__": metadata}
-    position = 0
-    for name in stored:
+    rows = []
+    for name in tensors:
         target = target_dtype(name, tensors[name], dtype)
-        size = tensors[name].numel * DTYPES[target].itemsize
-        header[name] = {"dtype": target, "shape": tensors[name].shape, "data_offsets": [position, position + size]}
-        position += size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGN)
+        if name not in aliases:
+            rows.append(Row(name, target, tensors[name].shape, DTYPES[target].itemsize))
+    order, head = header(rows, aliases, prefix)
     written: dict[str, Written] = {}
-    with path.open("wb") as file, progress.track("slim", total=max(position, 1)) as bar:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in stored:
-            tensor, target = tensors[name], target_dtype(name, tensors[name], dtype)
+    with path.open("wb") as file, progress.track("slim", total=max(sum(r.nbytes for r in rows), 1)) as bar:
+        file.write(head)
+        for row in order:
+            name, target, tensor = row.name, row.dtype, tensors[row.name]
             digest, counts, overflow, size = hashlib.sha256(), Counts(), 0, 0
             for block in tensor.blocks():
                 counts.add(tensor.dtype, block)
