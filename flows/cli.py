@@ -23,7 +23,7 @@ _QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # the run's page has the log; errors are printed once, below
     "PREFECT_CLI_COLORS": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -57,6 +57,9 @@ def compile_command(
     if plain:
         compiled = compile_plain(pipeline, checkpoint=checkpoint, until=last, remeasure=remeasure)
     else:
+        from enginesmith.flows.order import preflight
+
+        preflight(pipeline, checkpoint)  # what is wrong in the file is said before a server starts
         from enginesmith.flows.compile import compile_checkpoint
 
         compiled = compile_checkpoint(pipeline, checkpoint=checkpoint, until=last, remeasure=remeasure)

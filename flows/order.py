@@ -270,13 +270,26 @@ def compile_plain(
 @contextmanager
 def compiling(path: Path, *, checkpoint: Path | None, until: StageName) -> Iterator[Plan]:
     """Load and plan a pipeline, its code importable; errors get their place and leave a failed MLflow run."""
+    with _watched(path) as pipeline:
+        yield make_plan(pipeline, checkpoint=checkpoint, until=until)
+
+
+def preflight(path: Path, checkpoint: Path | None = None) -> None:
+    """Check what can be known without reading the checkpoint; errors are those of `compiling`."""
+    with _watched(path) as pipeline:
+        _checkpoint(pipeline, checkpoint)
+        _targets(pipeline)
+
+
+@contextmanager
+def _watched(path: Path) -> Iterator[Pipeline]:
     progress.reset()
     pipeline = load_pipeline(path)
     with located(pipeline), recording_failure(pipeline), importable(pipeline.folder):
         try:
-            yield make_plan(pipeline, checkpoint=checkpoint, until=until)
+            yield pipeline
         except BaseException:
-            progress.interrupt()
+            progress.interrupt()  # work that goes on in other threads ends at its next step
             raise
 
 
@@ -297,14 +310,8 @@ def stage_name(text: str) -> StageName:
 
 def make_plan(pipeline: Pipeline, *, checkpoint: Path | None = None, until: StageName = "record") -> Plan:
     """Resolve and check everything that can be known before the first stage."""
-    from enginesmith.tasks.data import resolve_source
-
-    path = checkpoint or resolve_source(pipeline.settings.model.checkpoint, pipeline.folder, "model.checkpoint")
+    path = _checkpoint(pipeline, checkpoint)
     source = SourceFile.of(path, key="" if checkpoint else "model.checkpoint")
-    if path.suffix == ".onnx" and pipeline.settings.model.factory:
-        raise EnginesmithError(
-            "an ONNX checkpoint has no use for a factory", key="model.factory", hint="remove model.factory"
-        )
     return Plan(pipeline, Store(pipeline.store_root), source, _targets(pipeline), until)
 
 
@@ -448,6 +455,23 @@ def _targets(pipeline: Pipeline) -> tuple[Target, ...]:
             )
         )
     return tuple(found)
+
+
+def _checkpoint(pipeline: Pipeline, given: Path | None) -> Path:
+    """The file to compile; a folder or a file of a kind that its settings do not fit is refused."""
+    from enginesmith.tasks.data import resolve_source
+
+    model = pipeline.settings.model
+    key = "" if given else "model.checkpoint"
+    path = given.absolute() if given else resolve_source(model.checkpoint, pipeline.folder, key)
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise EnginesmithError(f"{path} {found}", key=key, hint="give a checkpoint file")
+    if path.suffix == ".onnx" and model.factory:
+        raise EnginesmithError(
+            "an ONNX checkpoint has no use for a factory", key="model.factory", hint="remove model.factory"
+        )
+    return path
 
 
 def _slim_settings(pipeline: Pipeline) -> dict[str, Any]:
