@@ -272,7 +272,7 @@ class _PlanSearch:
     def _segments(self, restored: Names) -> list[Item]:
         """Runs of consecutive nodes, ranked by how much the outputs gain when each is restored beside `restored`.
 
-        None when no single one makes the outputs finite: the ranking would be arbitrary.
+        Empty when no single one makes the outputs finite: the ranking would be arbitrary.
         """
         rest = [name for name in self._open if name not in restored]
         size = max(1, math.ceil(len(rest) / _SEGMENTS))
