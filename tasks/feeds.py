@@ -167,7 +167,7 @@ def _from_code(source: UserCode, key: str) -> Iterator[object]:
             return
         except EnginesmithError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise user_error(error, f"{source.spec} failed", folder=source.folder, key=key) from error
         # torch's default collation turns (image, label) into a list.
         yield tuple(item) if isinstance(item, list) and len(item) == 2 else item

@@ -11,18 +11,32 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from enginesmith.tasks.errors import EnginesmithError
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-CallableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+CALLABLE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+CallableName = Annotated[str, StringConstraints(pattern=CALLABLE)]
 VariantName = Literal["fp32", "fp16", "mixed", "int8", "int8-mixed"]
 VARIANTS: tuple[VariantName, ...] = get_args(VariantName)
 DTYPES = ("float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 S = TypeVar("S", bound="Settings")
 
+METRICS = ("agreement", "top1")
+_MAX_NODES = 100_000
+_MERGE = "tag:yaml.org,2002:merge"
 _PREFECT_KEYS = {"name", "prefect-version", "build", "push", "pull", "definitions", "deployments"}
 
 
@@ -30,6 +44,15 @@ class Settings(BaseModel):
     """Base of all settings: frozen, and no key that nobody reads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        items = value if isinstance(value, list) else [value]
+        if annotation is not bool and any(isinstance(item, bool) for item in items):
+            raise ValueError("YAML reads yes, no, on, off, true and false as truth values; quote the word")
+        return value
 
 
 class ModelSettings(Settings):
@@ -97,9 +120,17 @@ class MetricSettings(Settings):
     @field_validator("call")
     @classmethod
     def _known(cls, value: str) -> str:
-        if ":" in value or value in ("agreement", "top1"):
+        if re.match(CALLABLE, value) or value in METRICS:
             return value
-        raise ValueError(f"unknown metric {value!r}; write module:function, or one of agreement, top1")
+        close = difflib.get_close_matches(value, METRICS, n=1)
+        meant = f"did you mean {close[0]!r}?" if close else f"write module:function, or one of {', '.join(METRICS)}"
+        raise ValueError(f"unknown metric {value!r}; {meant}")
+
+    @model_validator(mode="after")
+    def _fitted(self) -> MetricSettings:
+        if self.fit and self.call in METRICS:
+            raise ValueError(f"the metric {self.call!r} has nothing to fit; leave fit out")
+        return self
 
 
 class DataSettings(Settings):
@@ -123,7 +154,13 @@ class BudgetSettings(Settings):
 class FoldSettings(Settings):
     """BatchNorm folding."""
 
-    clamp: Literal["auto", "off"] | dict[Literal["floor"], float] = "auto"
+    clamp: (
+        Literal["auto", "off"]
+        | Annotated[
+            dict[Literal["floor"], Annotated[float, Field(gt=0, allow_inf_nan=False)]],
+            Field(min_length=1),
+        ]
+    ) = "auto"
     tolerance: float = Field(1e-5, gt=0, allow_inf_nan=False)
     skip: tuple[str, ...] = ()
 
@@ -140,8 +177,8 @@ class SimplifySettings(Settings):
     """onnxsim and its gate."""
 
     enabled: bool = True
-    growth: float = Field(1.5, ge=1)
-    tolerance: float = Field(1e-5, gt=0)
+    growth: float = Field(1.5, ge=1, allow_inf_nan=False)
+    tolerance: float = Field(1e-5, gt=0, allow_inf_nan=False)
 
 
 class Fp16Settings(Settings):
@@ -164,7 +201,7 @@ class Int8Settings(Settings):
 class PrecisionSettings(Settings):
     """Which variants to make and how."""
 
-    variants: tuple[VariantName, ...] = VARIANTS
+    variants: tuple[VariantName, ...] = Field(VARIANTS, min_length=1)
     fp16: Fp16Settings = Fp16Settings()
     int8: Int8Settings = Int8Settings()
 
@@ -174,7 +211,7 @@ class TargetSettings(Settings):
 
     backend: Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
     work_pool: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, JsonValue] = Field(default_factory=dict)
 
 
 class StoreSettings(Settings):
@@ -247,23 +284,26 @@ class Pipeline:
 
     @property
     def store_root(self) -> Path:
-        """The local store: ENGINESMITH_STORE, else store.url, relative to the file."""
-        url = os.environ.get("ENGINESMITH_STORE") or self.settings.store.url
+        """The local store: ENGINESMITH_STORE, relative to the current folder; else store.url, relative to the file."""
+        outside = os.environ.get("ENGINESMITH_STORE")
+        url, base = (outside, Path.cwd()) if outside else (self.settings.store.url, self.folder)
         if "://" in url and not url.startswith("file://"):
             raise EnginesmithError(
                 f"{url!r} is not a local folder", key="store.url", hint="the store is a folder on this host"
             )
-        return (self.folder / Path(url.removeprefix("file://")).expanduser()).resolve()
+        return (base / Path(url.removeprefix("file://")).expanduser()).resolve()
 
     @property
     def tracking_uri(self) -> str:
-        """MLflow's address: MLFLOW_TRACKING_URI, else tracking.uri (SQLite relative to the file), else in the store."""
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or self.settings.tracking.uri
+        """MLflow's address: MLFLOW_TRACKING_URI; else tracking.uri, a path relative to the file; else in the store."""
+        outside = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = outside or self.settings.tracking.uri
         if not uri:
             return f"sqlite:///{self.store_root / 'mlflow.db'}"
+        base = Path.cwd() if outside else self.folder
         if uri.startswith("sqlite:///"):
-            return f"sqlite:///{(self.folder / uri.removeprefix('sqlite:///')).resolve()}"
-        return uri
+            return f"sqlite:///{(base / uri.removeprefix('sqlite:///')).resolve()}"
+        return uri if ":" in uri else str((base / Path(uri).expanduser()).resolve())
 
 
 def load_pipeline(path: Path) -> Pipeline:
@@ -292,7 +332,10 @@ def load_list(path: Path) -> list[Path]:
     settings = _validate(ListSettings, known, path, lines)
     found: set[Path] = set()
     for index, pattern in enumerate(settings.pipelines):
-        matches = [p.resolve() for p in path.parent.glob(pattern) if p.is_file()]
+        try:
+            matches = [p.resolve() for p in path.parent.glob(pattern) if p.is_file()]
+        except (NotImplementedError, ValueError) as error:
+            raise _error(path, lines, f"pipelines.{index}", f"{pattern!r} is no pattern: {error}") from error
         if not matches:
             raise _error(path, lines, f"pipelines.{index}", f"{pattern!r} matches no file")
         found.update(matches)
@@ -310,18 +353,18 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise EnginesmithError(f"not UTF-8 text: {error.reason} at byte {error.start}", where=str(path)) from error
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise EnginesmithError(f"not valid YAML: {getattr(error, 'problem', None) or error}", where=where) from error
-    if not isinstance(node, yaml.MappingNode):
-        raise EnginesmithError("not a pipeline file: it holds no keys", where=str(path), hint="see examples/")
-    lines: dict[str, int] = {}
-    for key, line in _walk(node, (), path, set()):
-        lines.setdefault(key, line)
-    try:
+        if not isinstance(node, yaml.MappingNode):
+            raise EnginesmithError("not a pipeline file: it holds no keys", where=str(path), hint="see examples/")
+        lines: dict[str, int] = {}
+        for count, (key, line) in enumerate(_walk(node, (), path, set())):
+            lines.setdefault(key, line)
+            if count > _MAX_NODES:
+                raise EnginesmithError("too large: are aliases nested in aliases?", where=f"{path}:{line}")
+        # Values that only look like dates or numbers raise a ValueError of their own.
         data = yaml.load(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise EnginesmithError("nested too deeply", where=str(path)) from error
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise EnginesmithError(f"not plain YAML: {getattr(error, 'problem', None) or error}", where=where) from error
@@ -337,7 +380,12 @@ def _walk(node: yaml.Node, prefix: tuple[str, ...], path: Path, above: set[int])
     above = above | {id(node)}
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
-        for key_node, value in node.value:
+        # What `<<` merges comes last: a key that stands here itself has its own line.
+        for key_node, value in sorted(node.value, key=lambda pair: pair[0].tag == _MERGE):
+            if key_node.tag == _MERGE:
+                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    yield from _walk(merged, prefix, path, above)
+                continue
             key = str(key_node.value)
             line = key_node.start_mark.line + 1
             if key in seen:
@@ -355,20 +403,30 @@ def _validate(schema: type[S], data: dict[str, Any], path: Path, lines: dict[str
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        problems = [_explain(schema, dict(e), path, lines) for e in error.errors(include_url=False)]
-        first, *rest = problems
+        problems: dict[str, EnginesmithError] = {}
+        for found in error.errors(include_url=False):
+            key = _key_of(dict(found), lines)
+            # A union reports each of its alternatives; the first one says it.
+            problems.setdefault(".".join(key), _explain(schema, dict(found), key, path, lines))
+        first, *rest = problems.values()
         raise EnginesmithError(
             first.found, where=first.where, hint=first.hint, details=[str(p) for p in rest]
         ) from None
 
 
-def _explain(schema: type[Settings], error: dict[str, Any], path: Path, lines: dict[str, int]) -> EnginesmithError:
-    """One pydantic error in the user's terms."""
-    location = [str(part) for part in error["loc"]]
+def _key_of(error: dict[str, Any], lines: dict[str, int]) -> list[str]:
+    """The key that a pydantic error is about, without the names of union branches."""
     key: list[str] = []
-    for part in location:
-        if ".".join([*key, part]) in lines or error["type"] == "missing":
-            key.append(part)
+    for part in error["loc"]:
+        if ".".join([*key, str(part)]) in lines or error["type"] == "missing":
+            key.append(str(part))
+    return key
+
+
+def _explain(
+    schema: type[Settings], error: dict[str, Any], key: list[str], path: Path, lines: dict[str, int]
+) -> EnginesmithError:
+    """One pydantic error in the user's terms."""
     dotted = ".".join(key)
     kind = error["type"]
     if kind == "extra_forbidden":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -107,23 +109,24 @@ class Stage:
         found = store.lookup(self.name, key)
         if found is not None:
             return found
-        with store.building(self.name, key) as folder:
-            if isinstance(folder, Artifact):
-                return folder
-            started = time.monotonic()
-            try:
+        try:
+            with store.building(self.name, key) as folder:
+                if isinstance(folder, Artifact):
+                    return folder
+                started = time.monotonic()
                 report = self.run(folder, **resolved)
                 (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
                 return store.publish(self.name, key, folder, inputs=explained, seconds=time.monotonic() - started)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                raise EnginesmithError(
-                    f"the disk is full: {self.name} could not write {error.filename or 'its files'}",
-                    where=str(store.root),
-                    key="store.url",
-                    hint="free space or move the store (store.url, ENGINESMITH_STORE); finished stages are kept",
-                ) from error
+        except Exception as error:
+            reason = _unwritable(error, store.root)
+            if not reason:
+                raise
+            raise EnginesmithError(
+                f"{reason}: {self.name} could not write {getattr(error, 'filename', None) or 'its files'}",
+                where=str(store.root),
+                key="store.url",
+                hint="free space or move the store (store.url, ENGINESMITH_STORE); finished stages are kept",
+            ) from error
 
     @cached_property
     def task(self) -> Task[..., Artifact]:
@@ -138,6 +141,24 @@ class Stage:
             return Completed(name="Cached", data=artifact) if artifact.cached else artifact
 
         return run
+
+
+def _unwritable(error: Exception, root: Path) -> str:
+    """Why the store cannot be written to, empty when the error is another one.
+
+    Libraries hide what the system said: numpy's tofile leaves out the error number, safetensors and torch raise classes
+    of their own. On a disk without space, no space is the reason.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "the disk is full" if number == errno.ENOSPC else os.strerror(number).lower()
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM) and str(getattr(error, "filename", "")).startswith(str(root)):
+        return "the store cannot be written to"
+    if isinstance(error, EnginesmithError | KeyboardInterrupt):
+        return ""
+    if "No space left on device" in str(error) or shutil.disk_usage(root).free < 1 << 16:
+        return "the disk is full"
+    return ""
 
 
 def key_part(value: object) -> object:

@@ -269,6 +269,8 @@ def _damage(folder: Path) -> str:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_text())
     except (OSError, ValidationError, UnicodeDecodeError) as error:
         return f"its manifest cannot be read: {type(error).__name__}"
+    if manifest.key != folder.name or manifest.stage != folder.parent.name:
+        return f"its manifest is that of {manifest.stage} {manifest.key}"
     for entry in manifest.files:
         path = folder / entry.path
         if not path.is_file():

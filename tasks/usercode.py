@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from enginesmith.tasks.errors import EnginesmithError
@@ -60,7 +61,7 @@ class UserCode:
             )
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise user_error(error, f"importing {module_name!r} failed", folder=self.folder, key=self.key) from error
         value = getattr(module, function, None)
         if not callable(value):
@@ -78,31 +79,55 @@ class UserCode:
         function = self.load()
         try:
             return function(*args)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise user_error(error, f"{self.spec} failed", folder=self.folder, key=self.key) from error
 
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Put a pipeline's folder first on the import path; afterwards forget its modules: two `model.py` never meet."""
+    """Put a pipeline's folder first on the import path; afterwards forget its modules: two `model.py` never meet.
+
+    Modules of the same names that were imported from elsewhere are set aside meanwhile. No bytecode is written: Python
+    takes a .pyc for fresh when the source has its size and its second, and would run code that is no longer there.
+    """
+    aside = {name: module for name, module in sys.modules.items() if _shadowed(name, module, folder)}
+    for name in aside:
+        del sys.modules[name]
+    place, wrote_none = str(folder), sys.dont_write_bytecode
     before = set(sys.modules)
-    place = str(folder)
     sys.path.insert(0, place)
+    sys.dont_write_bytecode = True
     importlib.invalidate_caches()
     try:
         yield
     finally:
         sys.path.remove(place)
+        sys.dont_write_bytecode = wrote_none
         for name in set(sys.modules) - before:
-            file = getattr(sys.modules[name], "__file__", None)
-            if file and Path(file).is_relative_to(folder):
+            if _is_own(getattr(sys.modules[name], "__file__", None), folder):
                 del sys.modules[name]
+        sys.modules.update(aside)
 
 
-def user_error(error: Exception, what: str, *, folder: Path, key: str = "") -> EnginesmithError:
+def _shadowed(name: str, module: ModuleType, folder: Path) -> bool:
+    """Whether the folder has a module of this name and the one that is loaded is another."""
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or _is_own(getattr(module, "__file__", None), folder):
+        return False
+    return (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file()
+
+
+def _is_own(file: str | None, folder: Path) -> bool:
+    """Whether a file is the user's: below the folder and not in an environment that happens to lie there."""
+    if not file or not Path(file).is_relative_to(folder):
+        return False
+    return not {"site-packages", "dist-packages"} & set(Path(file).relative_to(folder).parts)
+
+
+def user_error(error: BaseException, what: str, *, folder: Path, key: str = "") -> EnginesmithError:
     """An exception from the user's code, at the user's own line."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if Path(f.filename).is_relative_to(folder)]
+    own = [f for f in frames if _is_own(f.filename, folder)]
     frame = own[-1] if own else (frames[-1] if frames else None)
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{error.filename}:{error.lineno}"
