@@ -367,7 +367,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise EnginesmithError(f"not plain YAML: {getattr(error, 'problem', None) or error}", where=where) from error
+        said = [part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part]
+        raise EnginesmithError(f"not plain YAML: {' '.join(said) or error}", where=where) from error
     return data, lines
 
 
