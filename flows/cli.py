@@ -97,13 +97,12 @@ def lint(pipeline: Path, as_json: bool) -> None:
 def slim(source: Path, out: Path, weights: str, dtype: str | None, allow_pickle: bool, as_json: bool) -> None:
     """Keep the weights of the checkpoint SOURCE and write them to OUT (.safetensors)."""
     from enginesmith.flows.workbench import put_file, scratch_store
-    from enginesmith.tasks.slim import SLIM
-    from enginesmith.tasks.stage import SourceFile
+    from enginesmith.tasks.slim import SLIM, checkpoint_source
 
     with scratch_store(near=out) as store:
         artifact = SLIM(
             store=store,
-            checkpoint=SourceFile.of(source),
+            checkpoint=checkpoint_source(source, key=""),
             weights=weights,
             dtype=dtype,
             allow_pickle=allow_pickle,

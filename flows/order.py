@@ -311,7 +311,7 @@ def stage_name(text: str) -> StageName:
 def make_plan(pipeline: Pipeline, *, checkpoint: Path | None = None, until: StageName = "record") -> Plan:
     """Resolve and check everything that can be known before the first stage."""
     path = _checkpoint(pipeline, checkpoint)
-    source = SourceFile.of(path, key="" if checkpoint else "model.checkpoint")
+    source = _source(path, "" if checkpoint else "model.checkpoint")
     return Plan(pipeline, Store(pipeline.store_root), source, _targets(pipeline), until)
 
 
@@ -472,6 +472,17 @@ def _checkpoint(pipeline: Pipeline, given: Path | None) -> Path:
             "an ONNX checkpoint has no use for a factory", key="model.factory", hint="remove model.factory"
         )
     return path
+
+
+def _source(path: Path, key: str) -> SourceFile:
+    """The checkpoint by its content: with the shards of an index, with the external data of an ONNX file."""
+    if path.suffix == ".onnx":
+        from enginesmith.tasks.sources import onnx_source
+
+        return onnx_source(path, key=key)
+    from enginesmith.tasks.slim import checkpoint_source
+
+    return checkpoint_source(path, key=key)
 
 
 def _slim_settings(pipeline: Pipeline) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import onnx
 
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.settings import DimSettings, ExportSettings, InputSettings, MetricSettings, SimplifySettings
-from enginesmith.tasks.stage import SourceFile
+from enginesmith.tasks.sources import onnx_source
 from enginesmith.tasks.store import REPORT, Artifact, Store
 from enginesmith.tasks.usercode import importable
 
@@ -45,7 +45,7 @@ class Workbench:
         dims: Mapping[str, DimSettings] | None = None,
     ) -> None:
         self.store = store
-        self.source = SourceFile.of(model)
+        self.source = onnx_source(model)
         self.feeds = feeds
         self._metric = metric
         self._dims = dict(dims or {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import os
 import re
@@ -90,6 +91,32 @@ def resolve_source(text: str, folder: Path, key: str) -> Path:
     if not path.exists():
         raise EnginesmithError(f"{path} does not exist", key=key, hint=_similar(path))
     return path
+
+
+def onnx_source(path: Path, *, key: str = "") -> SourceFile:
+    """An ONNX file as a stage's input: the digest covers the file and the external data that lies in its folder.
+
+    Only the digest is made here; whether the file is what it should be is for the stage that opens it.
+
+    Raises:
+        EnginesmithError: the file cannot be read.
+    """
+    import onnx_ir as ir
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    source = SourceFile.of(path, key=key)
+    try:
+        model = ir.load(path)
+    except (DecodeError, ValueError, TypeError, OSError, ir.serde.SerdeError):
+        return source
+    values = [v.const_value for graph in model.graphs() for v in graph.initializers.values()]
+    names = sorted({str(tensor.location) for tensor in values if isinstance(tensor, ir.ExternalTensor)})
+    folder = path.resolve().parent
+    inside = [p for p in (folder / name for name in names) if p.is_file() and p.parent.samefile(folder)]
+    if not inside:
+        return source
+    digests = [source.sha256, *(f"{file.name} {sha256_file(file)}" for file in inside)]
+    return SourceFile(path, hashlib.sha256("\n".join(digests).encode()).hexdigest())
 
 
 def data_source(text: str, folder: Path, key: str) -> DataSource:
