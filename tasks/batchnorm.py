@@ -69,6 +69,19 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Observed:
+    """What one BatchNorm saw on real inputs.
+
+    Attributes:
+        distance: largest ``|x - mean|`` per channel, (channels,).
+        span: range of its output over all channels.
+    """
+
+    distance: Floats
+    span: float
+
+
+@dataclass(frozen=True)
 class ClampedChannel:
     """A channel whose variance was raised.
 
@@ -224,6 +237,14 @@ def fits_fp16(values: Floats) -> bool:
     """Whether FP16 holds every value without overflow, and no value that is not zero vanishes."""
     magnitude = np.abs(values)
     return bool(np.all(magnitude <= FP16_MAX) and np.all((magnitude >= FP16_TINY) | (magnitude == 0)))
+
+
+def needs_scale_shift(norm: Norm) -> bool:
+    """Whether FP16 cannot hold a BatchNorm's statistics, while it can hold its scale and shift."""
+    statistics = np.concatenate([norm.gamma, norm.beta, norm.mean, norm.var + norm.eps])
+    if fits_fp16(statistics) or norm.broken():
+        return False
+    return fits_fp16(np.concatenate([norm.scale, norm.shift]))
 
 
 def check_norm(norm: Norm, where: str) -> None:

@@ -15,31 +15,19 @@ from enginesmith.tasks.batchnorm import (
     ClampedChannel,
     Floats,
     Norm,
+    Observed,
     check_norm,
     clamp_variance,
     constant_channels,
-    fits_fp16,
     flushed,
     fold_after,
     fold_before,
+    needs_scale_shift,
     weight_peaks,
 )
 from enginesmith.tasks.fold.layers import groups_of, is_norm, layout_of, norm_of, obstacle, weight_of
 from enginesmith.tasks.fold.plan import Fold, Kept, Plan
 from enginesmith.tasks.modules import Structure, call_module
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What one BatchNorm saw on real inputs.
-
-    Attributes:
-        distance: largest ``|x - mean|`` per channel, (channels,).
-        span: range of its output over all channels.
-    """
-
-    distance: Floats
-    span: float
 
 
 @dataclass
@@ -229,10 +217,7 @@ def _needs_scale_shift(module: nn.Module, path: str) -> int:
     if obstacle(layer) or layer.training or getattr(layer, "running_mean", None) is None:
         return 0
     norm = norm_of(layer)
-    statistics = np.concatenate([norm.gamma, norm.beta, norm.mean, norm.var + norm.eps])
-    if fits_fp16(statistics) or norm.broken() or not fits_fp16(np.concatenate([norm.scale, norm.shift])):
-        return 0
-    return len(norm.mean)
+    return len(norm.mean) if needs_scale_shift(norm) else 0
 
 
 def _assign(layer: nn.Module, name: str, values: Floats) -> None:
