@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -109,24 +110,15 @@ class Stage:
         found = store.lookup(self.name, key)
         if found is not None:
             return found
-        try:
-            with store.building(self.name, key) as folder:
-                if isinstance(folder, Artifact):
-                    return folder
+        with _writing(self.name, store.root), store.building(self.name, key) as folder:
+            if isinstance(folder, Artifact):
+                return folder
+            # Within the block too: the half-made files still fill the disk.
+            with _writing(self.name, store.root):
                 started = time.monotonic()
                 report = self.run(folder, **resolved)
                 (folder / REPORT).write_text(report.model_dump_json(indent=1) + "\n")
                 return store.publish(self.name, key, folder, inputs=explained, seconds=time.monotonic() - started)
-        except Exception as error:
-            reason = _unwritable(error, store.root)
-            if not reason:
-                raise
-            raise EnginesmithError(
-                f"{reason}: {self.name} could not write {getattr(error, 'filename', None) or 'its files'}",
-                where=str(store.root),
-                key="store.url",
-                hint="free space or move the store (store.url, ENGINESMITH_STORE); finished stages are kept",
-            ) from error
 
     @cached_property
     def task(self) -> Task[..., Artifact]:
@@ -143,6 +135,23 @@ class Stage:
         return run
 
 
+@contextmanager
+def _writing(stage: str, root: Path) -> Iterator[None]:
+    """Turn whatever a full or read-only disk makes libraries raise into an error that says so."""
+    try:
+        yield
+    except Exception as error:
+        reason = _unwritable(error, root)
+        if not reason:
+            raise
+        raise EnginesmithError(
+            f"{reason}: {stage} could not write {getattr(error, 'filename', None) or 'its files'}",
+            where=str(root),
+            key="store.url",
+            hint="free space or move the store (store.url, ENGINESMITH_STORE); finished stages are kept",
+        ) from error
+
+
 def _unwritable(error: Exception, root: Path) -> str:
     """Why the store cannot be written to, empty when the error is another one.
 
@@ -154,7 +163,7 @@ def _unwritable(error: Exception, root: Path) -> str:
         return "the disk is full" if number == errno.ENOSPC else os.strerror(number).lower()
     if number in (errno.EROFS, errno.EACCES, errno.EPERM) and str(getattr(error, "filename", "")).startswith(str(root)):
         return "the store cannot be written to"
-    if isinstance(error, EnginesmithError | KeyboardInterrupt):
+    if isinstance(error, EnginesmithError):
         return ""
     if "No space left on device" in str(error) or shutil.disk_usage(root).free < 1 << 16:
         return "the disk is full"

@@ -199,13 +199,18 @@ class Store:
         return _artifact(final, cached=False)
 
     def observe(self, kind: str, key: str, data: dict[str, Any]) -> Path:
-        """Add one observation (a latency session, say). Never overwrites another."""
+        """Add one observation (a latency session, say). Never overwrites another.
+
+        Raises:
+            ValueError: `data` holds NaN or infinity.
+        """
+        text = json.dumps(data, indent=1, allow_nan=False)
         folder = self.root / "observations" / kind / key
         folder.mkdir(parents=True, exist_ok=True)
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         handle, name = tempfile.mkstemp(prefix=".", dir=folder)
         with os.fdopen(handle, "w") as file:
-            json.dump(data, file, indent=1, allow_nan=False)
+            file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
         final = folder / f"{stamp}-{Path(name).name.lstrip('.')}.json"
