@@ -221,7 +221,7 @@ class _Found:
 class _Shelf:
     """Keeps tensors between two segments: in memory up to a limit, beyond it in files that are mapped back."""
 
-    def __init__(self, limit: int = _SHELF_BYTES) -> None:
+    def __init__(self, limit: int) -> None:
         self._left = limit
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = 0
@@ -292,7 +292,7 @@ class _Probe:
         known = self._floats(segment)
         needed = self._needed_after(index)
         groups = self._groups(segment.nodes)
-        shelf = _Shelf()
+        shelf = _Shelf(_SHELF_BYTES)
         next_states: list[dict[str, Array]] = []
         next_halves: list[dict[str, Array]] = []
         for number, group in enumerate(groups):

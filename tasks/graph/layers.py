@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from enginesmith.tasks.errors import EnginesmithError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LAYERS = "layers.json"
 
@@ -175,16 +178,68 @@ class LayerTable(_Row):
         (folder / LAYERS).write_text(self.model_dump_json(indent=1) + "\n")
 
 
-def load_layers(folder: Path) -> LayerTable:
-    """Read layers.json from a probe artifact's folder.
+def load_layers(path: Path) -> LayerTable:
+    """Read a layer table.
+
+    Args:
+        path: layers.json, or the probe artifact's folder.
 
     Raises:
         EnginesmithError: it is not there or not a layer table.
     """
-    file = folder / LAYERS
+    file = path / LAYERS if path.is_dir() else path
     try:
         return LayerTable.model_validate_json(file.read_bytes())
     except OSError as error:
         raise EnginesmithError(f"no layer table: {error.strerror}", where=str(file), hint="run the probe") from error
     except ValidationError as error:
         raise EnginesmithError(f"not a layer table: {error}", where=str(file)) from error
+
+
+def table(layers: LayerTable) -> Table:
+    """The rows for a terminal."""
+    from rich.table import Table
+
+    shown = Table(caption=_caption(layers), caption_justify="left")
+    shown.add_column("node", overflow="fold")
+    shown.add_column("operator")
+    for heading in ("absmax", "overflow", "tiny", "local dB", "end dB", "drop", "all FP16 dB"):
+        shown.add_column(heading, justify="right")
+    for row in layers.rows:
+        if row.outputs is None and not row.candidate:
+            continue
+        values = row.outputs
+        shown.add_row(
+            row.name,
+            row.op,
+            "" if values is None else f"{values.absmax:.3g}",
+            _share(0.0 if values is None else values.overflow),
+            _share(0.0 if values is None else values.subnormal + values.vanish),
+            _decibels(row.local),
+            _decibels(row.end),
+            "" if row.drop is None else f"{row.drop:.4f}",
+            _decibels(row.cumulative),
+            style=None if row.candidate else "dim",
+        )
+    return shown
+
+
+def _caption(layers: LayerTable) -> str:
+    drop = "" if layers.drop is None else f", drop {layers.drop:.4f}"
+    return (
+        f"{layers.samples} samples; all candidates in FP16: {_decibels(layers.end)} dB at the outputs{drop}. "
+        "absmax, overflow, tiny: results in FP32, share that FP16 makes infinite, share below FP16's normal range. "
+        "local, end: signal to noise with this node alone in FP16, at its results and at the model's outputs."
+    )
+
+
+def _share(share: float) -> str:
+    return f"{share:.2%}" if share else ""
+
+
+def _decibels(error: Error | None) -> str:
+    if error is None:
+        return ""
+    if error.nonfinite:
+        return "NaN/inf"
+    return "exact" if error.sqnr_db == float("inf") else f"{error.sqnr_db:.1f}"
