@@ -32,7 +32,6 @@ PINS_KEY = "precision.fp16.keep_fp32"
 
 _SEGMENTS = 16
 _RERANK_SAMPLES = 16
-_PATTERNS_AFTER = 8
 
 
 class FallbackReport(BaseModel):
@@ -226,12 +225,9 @@ class _PlanSearch:
         return self._judge.drop(name for name in self._judge.model.nodes if name not in fp32)
 
     def _ranked(self) -> list[Item]:
-        """Regions around each node, the most harmful first; written-out normalisations behind the worst few."""
+        """Regions around each node, the most harmful first."""
         worst = sorted((self._rows[name] for name in self._open), key=_harm, reverse=True)
-        around = [self._regions.around(row.name) for row in worst]
-        patterns = [p for row in worst[:_PATTERNS_AFTER] if (p := self._regions.pattern_of(row.name))]
-        ranked = [*around[:_PATTERNS_AFTER], *patterns, *around[_PATTERNS_AFTER:]]
-        return self._items(ranked)
+        return self._items(self._regions.around(row.name) for row in worst)
 
     def _items(self, regions: Iterable[Region]) -> list[Item]:
         """One item per set of nodes, pinned ones left out, in order."""
@@ -239,7 +235,7 @@ class _PlanSearch:
         for region in regions:
             nodes = tuple(name for name in region.nodes if name not in self.pinned)
             if nodes and nodes not in items:
-                items[nodes] = Item(region.seed if region.kind != "pattern" else f"pattern of {region.seed}", nodes)
+                items[nodes] = Item(region.seed, nodes)
                 self._found[items[nodes].name] = region
         return list(items.values())
 

@@ -119,13 +119,6 @@ class Regions:
             return Region(seed, self.close(whole), "pattern")
         return Region(seed, closed, "closed" if len(closed) > 1 else "node")
 
-    def pattern_of(self, seed: str) -> Region | None:
-        """The whole pattern that a node belongs to, closed; None when it belongs to none."""
-        for pattern in self.patterns:
-            if seed in pattern:
-                return Region(seed, self.close(pattern), "pattern")
-        return None
-
     def _blocks(self, reduction: Unit) -> Iterator[frozenset[Unit]]:
         sources = self._sources(reduction)
         seen: set[Unit] = {reduction}

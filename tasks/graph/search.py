@@ -206,7 +206,8 @@ class Search:
         return self._known.get(_nodes(items), math.inf)
 
     def _within(self, drop: float) -> bool:
-        return drop <= self.max_drop
+        """Whether a drop is within the budget; 1 - 0.95 is 0.05 and a rounding error."""
+        return drop <= self.max_drop or math.isclose(drop, self.max_drop, rel_tol=1e-9)
 
     def _outcome(self, fixed: Sequence[Item]) -> Outcome:
         kept = self._best[1] if self._best else ()

@@ -21,8 +21,9 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.graph import io, placement
-from enginesmith.tasks.graph.half import SwitchedModel, candidates
+from enginesmith.tasks.graph.half import SwitchedModel, candidates, emulate
 from enginesmith.tasks.graph.mixed import convert, to_mixed
+from enginesmith.tasks.runner import OnnxRunner
 
 HEADER = '<ir_version: 8, opset_import: ["": 17]>'
 
@@ -616,11 +617,25 @@ def test_tensorrt_rtx_parses_the_result_strongly_typed(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_switched_model_gives_the_same_bits() -> None:
-    model = graph(IF)
-    switched = SwitchedModel(model)
-    feeds = {"c": np.array(True), "x": np.array([0.3, 1.7], np.float32)}
-    for size in range(5):
-        for half in itertools.combinations(["a", "p", "q", "y"], size):
-            got = switched.forward(feeds, half)["y"]
-            np.testing.assert_array_equal(got, run(widened(to_mixed(model, half)), feeds)[0])
+@RANDOM
+@given(models())
+def test_the_emulated_result_is_the_switched_model_bit_for_bit(case: tuple[ir.Model, set[str]]) -> None:
+    model, half = case
+    level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    feeds = feeds_for_random_graphs()
+    switched = SwitchedModel(model, level=level, threads=1).forward(feeds, half)
+    emulated = OnnxRunner(emulate(to_mixed(model, half)), level=level, threads=1).run(feeds)
+    assert list(emulated) == list(switched)
+    for name, expected in switched.items():
+        np.testing.assert_array_equal(emulated[name], expected, err_msg=f"{name} {sorted(half)}")
+
+
+@pytest.mark.parametrize("half", [(), ("d",), ("next",), ("d", "next"), ("d", "next", "seen")])
+def test_the_emulated_loop_is_the_switched_loop(half: tuple[str, ...]) -> None:
+    model = graph(LOOP, w=[1.1, 0.9])
+    feeds = {"x": np.array([0.3, 1.7], np.float32)}
+    level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    switched = SwitchedModel(model, level=level).forward(feeds, half)
+    emulated = OnnxRunner(emulate(to_mixed(model, half)), level=level).run(feeds)
+    for name, expected in switched.items():
+        np.testing.assert_array_equal(emulated[name], expected)

@@ -130,13 +130,6 @@ class TestPatterns:
     def test_a_small_part_of_a_pattern_goes_alone(self) -> None:
         assert Regions(layer_norm(), {"var": 1e3}).around("var").kind == "node"
 
-    def test_the_pattern_of_a_node_outside_is_none(self) -> None:
-        regions = Regions(layer_norm(), {})
-        assert regions.pattern_of("w") is None
-        inside = regions.pattern_of("s")
-        assert inside is not None
-        assert len(inside.nodes) == 7
-
 
 def magika() -> ir.Model:
     found = importlib.util.find_spec("magika")
