@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Exporter = Literal["dynamo", "legacy"]
 
-_QUIET = ("torch.onnx", "torch.export", "torch._export", "torch._dynamo", "torch.fx", "torch._functorch", "onnxscript")
+_QUIET = ("torch", "onnxscript")
 _ROOT = "model"
 
 
@@ -137,7 +137,7 @@ def export_module(
                     if failures[-1].data_dependent:
                         break
                     continue
-                constraints = tuple(dict.fromkeys(c for f in failures for c in f.constraints))
+                constraints = tuple(dict.fromkeys(c for f in failures for c in f.constraints if "*" in c))
                 return Exported(model, "dynamo", outputs, tuple(failures), constraints)
         blocked = any(f.data_dependent for f in failures)
         if settings.exporter == "legacy" or (settings.exporter == "auto" and not blocked):
@@ -292,8 +292,7 @@ def _diagnose(error: Exception, roots: Sequence[Path]) -> Diagnosis:
     passed = [(f.filename, f.lineno or 0) for e in chain for f in traceback.extract_tb(e.__traceback__)]
     file, line = next((place for place in (_own_frame(said, roots), _own_frame(passed, roots)) if place[0]), ("", 0))
     fixes = re.findall(r"^ {2}(\w+ = .+)$", text.partition("Suggested fixes:")[2], flags=re.MULTILINE)
-    message = next((line for line in _first(chain).splitlines() if line.strip()), type(error).__name__)
-    return Diagnosis(message.strip()[:300], file, line, data_dependent, tuple(dict.fromkeys(fixes)))
+    return Diagnosis(_message(chain), file, line, data_dependent, tuple(dict.fromkeys(fixes)))
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -306,15 +305,16 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _first(chain: Sequence[BaseException]) -> str:
-    """What went wrong in the words of the innermost exception that says anything about the model."""
+def _message(chain: Sequence[BaseException]) -> str:
+    """What went wrong in one line: the first violated constraint, else the first line about the model."""
     said = [str(e) for e in chain if str(e).strip()]
+    if len(said) > 1 and said[0].startswith("Failed to"):  # torch.onnx's wrapper: a page of advice
+        said.pop(0)
     if not said:
         return type(chain[0]).__name__
-    outer = said[0]
-    if outer.startswith("Failed to") and len(said) > 1:  # torch.onnx's wrapper: a page of advice
-        return said[1]
-    return outer
+    violated = re.search(r"^ {2}- (You marked .*? constant \(\d+\)|Not all values .*)", said[0], flags=re.MULTILINE)
+    message = violated[1] if violated else next(line for line in said[0].splitlines() if line.strip())
+    return re.sub(r"L\['(tensors|args)'\]", "inputs", message.strip())[:300]
 
 
 def _own_frame(frames: Sequence[tuple[str, int]], roots: Sequence[Path]) -> tuple[str, int]:

@@ -209,7 +209,8 @@ def apply_inputs(model: ir.Model, inputs: Mapping[str, InputSettings]) -> None:
     """Write the declared shapes into the graph's inputs where the file leaves room, and forget all other shapes.
 
     A free or symbolic dimension (also one of -1 or 0, as older exporters write it) takes the declared name or number.
-    What the file fixes stays, for `check_inputs` to judge. Shapes behind the inputs may speak of the file's old symbols: they are dropped and inferred anew.
+    What the file fixes stays, for `check_inputs` to judge. Shapes behind the inputs may speak of the file's old
+    symbols: they are dropped and inferred anew.
     """
     for value in model.graph.inputs:
         declared = inputs.get(str(value.name))

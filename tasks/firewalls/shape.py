@@ -15,7 +15,7 @@ import onnx_ir as ir
 from enginesmith.tasks import progress
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.firewalls.dims import symbolic_shape
-from enginesmith.tasks.firewalls.experiment import Case, differences, output_range
+from enginesmith.tasks.firewalls.experiment import Case, Difference, differences, output_range
 from enginesmith.tasks.firewalls.findings import Finding, is_tooling, readable_path
 from enginesmith.tasks.settings import InputSettings
 
@@ -162,7 +162,9 @@ def compare(
                 findings.append(_original_failed(case, error, name, roots))
             continue
         if index == 0:
-            findings += _random(case, expected, original(case.feed), tolerance, name)
+            random = _random(case, expected, original(case.feed), tolerance, name)
+            if random:
+                return Agreement(tuple(random), {}, (case.word,))
         try:
             ran.append((case, expected, graph(case.feed)))
         except EnginesmithError as error:
@@ -176,23 +178,31 @@ def compare(
             )
     ranges = _ranges(ran)
     errors: dict[str, float] = dict.fromkeys(ranges, 0.0)
+    differing: dict[str, list[tuple[Difference, Case]]] = {}
     for case, expected, found in ran:
         scales = ranges if case.real else {n: max(ranges[n], output_range([expected[n]])) for n in expected}
         allowed = tolerance if case.real else _UNREAL * tolerance
         wrong, relative = differences(expected, found, case=case, tolerance=allowed, ranges=scales)
         for output, worst in relative.items():
             errors[output] = max(errors[output], worst)
-        findings += [
-            Finding(
-                rule="shape/value",
-                severity="block",
-                message=f"output {d.output!r} of the graph {d.found}, {case.place}",
-                hint=f"the graph does not compute what {name} computes; the other findings may name the place",
-            )
-            for d in wrong
-        ]
+        for difference in wrong:
+            differing.setdefault(difference.output, []).append((difference, case))
+    findings += [_differs(output, found, name) for output, found in differing.items()]
     shapes = tuple((case.sizes, {n: value.shape for n, value in expected.items()}) for case, expected, _ in ran)
     return Agreement(tuple(findings), errors, tuple(case.word for case, _, _ in ran), shapes)
+
+
+def _differs(output: str, found: Sequence[tuple[Difference, Case]], name: str) -> Finding:
+    """One finding for an output: the worst case, and how many others."""
+    worst, case = max(found, key=lambda entry: entry[0].error)
+    others = [other.word for _, other in found if other is not case]
+    return Finding(
+        rule="shape/value",
+        severity="block",
+        message=f"output {output!r} of the graph {worst.found}, {case.place}"
+        + (f"; it differs in {len(others)} other cases too: {', '.join(others)}" if others else ""),
+        hint=f"the graph does not compute what {name} computes; the other findings may name the place",
+    )
 
 
 def _ranges(ran: Sequence[tuple[Case, Mapping[str, Array], Mapping[str, Array]]]) -> dict[str, float]:
