@@ -72,6 +72,18 @@ _KEEPS_INTEGERS = {
 # Together with the above, what index arithmetic is made of: one result element per operand element.
 _ELEMENTWISE = _KEEPS_INTEGERS | {"Clip", "Div", "Exp", "Log", "Pow", "Reciprocal", "Sign", "Sqrt", "Where"}
 
+# What ONNX Runtime calls the types that decide anything here; other names are types that have no FP16 form.
+_ORT_TYPES = {
+    "tensor(float)": ir.DataType.FLOAT,
+    "tensor(float16)": ir.DataType.FLOAT16,
+    "tensor(double)": ir.DataType.DOUBLE,
+    "tensor(int64)": ir.DataType.INT64,
+    "tensor(int32)": ir.DataType.INT32,
+    "tensor(int8)": ir.DataType.INT8,
+    "tensor(uint8)": ir.DataType.UINT8,
+    "tensor(bool)": ir.DataType.BOOL,
+}
+
 _WIDE_INTEGERS = {
     ir.DataType.INT16,
     ir.DataType.INT32,
@@ -97,7 +109,30 @@ def prepared(model: ir.Model) -> ir.Model:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
     common.RemoveInitializersFromInputsPass()(copy)
     common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(copy)
+    _infer_foreign_types(copy)
     return copy
+
+
+def _infer_foreign_types(model: ir.Model) -> None:
+    """Ask ONNX Runtime for the types that ONNX's own inference does not know: behind operators of other domains."""
+    unknown = {
+        str(value.name): value
+        for node in model.graph
+        for value in node.outputs
+        if value.name and value.type is None and not value.is_graph_output()
+    }
+    if not unknown:
+        return
+    model.graph.outputs.extend(unknown.values())
+    try:
+        runner = OnnxRunner(model, threads=1, level=ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
+    finally:
+        for _ in unknown:
+            model.graph.outputs.pop()
+    for output in runner.session.get_outputs():
+        dtype = _ORT_TYPES.get(output.type)
+        if output.name in unknown and dtype is not None:
+            unknown[output.name].dtype = dtype
 
 
 def candidates(model: ir.Model) -> tuple[str, ...]:
@@ -135,7 +170,9 @@ def _obstacle(
         return "calls a function of the model"
     if bodies(node):
         return "control flow; see the nodes of its bodies"
-    if not any(value is not None and value.dtype == _FLOAT for value in (*node.inputs, *node.outputs)):
+    if any(value.name and value.type is None for value in _values(node)):
+        return "the types of its tensors are not known"
+    if not any(value.dtype == _FLOAT for value in _values(node)):
         return "no float32 data"
     schema = _schema(node, opsets)
     if schema is None:

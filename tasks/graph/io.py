@@ -44,15 +44,17 @@ def load(path: Path) -> ir.Model:
     return model
 
 
-def save(model: ir.Model, folder: Path, *, embed_limit: int = EMBED_LIMIT) -> Path:
-    """Write `model.onnx`, and `model.onnx.data` when the tensors exceed `embed_limit` bytes; return the ONNX file.
+def save(model: ir.Model, folder: Path, *, embed_limit: int | None = None) -> Path:
+    """Write `model.onnx`, and `model.onnx.data` when the tensors exceed `embed_limit` bytes (1.5 GB).
+
+    Returns the ONNX file.
 
     The model is the same after the call. Tensors that are external already are read from where they lie, and streamed
     when they stay external: a model larger than memory can be saved.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / MODEL
-    if tensor_bytes(model) > embed_limit:
+    if tensor_bytes(model) > (EMBED_LIMIT if embed_limit is None else embed_limit):
         ir.save(model, file, external_data=DATA)
         return file
     values = [value for graph in model.graphs() for value in graph.initializers.values()]

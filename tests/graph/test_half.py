@@ -1,6 +1,7 @@
 """The emulation against numpy's own float16 arithmetic, operator by operator, in both of its forms."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.tasks.errors import EnginesmithError
-from enginesmith.tasks.graph import half
+from enginesmith.tasks.graph import half, io
 from enginesmith.tasks.graph.names import UniqueNodeNames
 from enginesmith.tasks.runner import OnnxRunner
 
@@ -574,3 +575,117 @@ def test_unnamed_nodes_are_an_error() -> None:
     model.graph[0].name = ""
     with pytest.raises(EnginesmithError, match="Exp has no name of its own"):
         half.SwitchedModel(model)
+
+
+def test_types_behind_an_operator_of_another_domain_are_known() -> None:
+    nodes = [
+        helper.make_node("FastGelu", ["x"], ["h"], domain="com.microsoft", name="gelu"),
+        helper.make_node("Mul", ["h", "h"], ["y"], name="mul"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [value_info("x", np.zeros(2, F32))],
+        [value_info("y", np.zeros(2, F32))],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    reasons = half.obstacles(model)
+    assert reasons["mul"] == ""
+    assert "com.microsoft" in reasons["gelu"]
+    x = np.array([300.0, 1.0], F32)
+    assert half.SwitchedModel(model).forward({"x": x}, ["mul"])["y"][0] == np.inf
+
+
+def test_a_call_of_a_function_of_the_model_is_no_candidate_and_runs() -> None:
+    double = helper.make_function(
+        "mine",
+        "Double",
+        ["a"],
+        ["b"],
+        [helper.make_node("Add", ["a", "a"], ["b"], name="add")],
+        [helper.make_opsetid("", 18)],
+    )
+    nodes = [
+        helper.make_node("Double", ["x"], ["h"], domain="mine", name="call"),
+        helper.make_node("Mul", ["h", "k"], ["y"], name="mul"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [value_info("x", np.zeros(2, F32))],
+        [value_info("y", np.zeros(2, F32))],
+        [numpy_helper.from_array(np.array(300, F32), "k")],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
+    proto = helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=[double])
+    model = ir.from_proto(proto)
+    assert half.obstacles(model) == {"call": "calls a function of the model", "mul": ""}
+    switched = half.SwitchedModel(model, segments=2)
+    x = np.array([300.0, 1.0], F32)
+    assert switched.forward({"x": x}, ())["y"].tolist() == [180000, 600]
+    assert switched.forward({"x": x}, ["mul"])["y"].tolist() == [np.inf, 600]
+
+
+def test_sequences_stay_whole_when_the_graph_is_cut() -> None:
+    nodes = [
+        helper.make_node("Mul", ["x", "k"], ["a"], name="a"),
+        helper.make_node("Mul", ["a", "k"], ["b"], name="b"),
+        helper.make_node("SequenceConstruct", ["a", "b"], ["s"], name="s"),
+        helper.make_node("Mul", ["b", "k"], ["c"], name="c"),
+        helper.make_node("ConcatFromSequence", ["s"], ["d"], axis=0, name="d"),
+        helper.make_node("Mul", ["d", "k"], ["y"], name="y"),
+    ]
+    x = np.array([1.0, 2.0], F32)
+    model = model_of(nodes, {"x": x}, {"k": np.array(3, F32)}, ["y", "c"])
+    switched = half.SwitchedModel(model, segments=4)
+    assert switched.nodes == ("a", "b", "c", "y")
+    assert len(switched.segments) > 1
+    for chosen in ((), switched.nodes):
+        outputs = switched.forward({"x": x}, chosen)
+        assert outputs["y"].tolist() == [9, 18, 27, 54]
+        assert outputs["c"].tolist() == [27, 54]
+
+
+def test_operators_with_several_and_with_unused_outputs() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(5, 1, 4)).astype(F32)
+    weights = {
+        "w": rng.normal(size=(1, 12, 4)).astype(F32),
+        "r": rng.normal(size=(1, 12, 3)).astype(F32),
+        "parts": np.array([1, 2]),
+    }
+    nodes = [
+        helper.make_node("LSTM", ["x", "w", "r"], ["", "last"], hidden_size=3, name="lstm"),
+        helper.make_node("Split", ["last", "parts"], ["p", "q"], axis=2, name="split"),
+        helper.make_node("TopK", ["q", "one"], ["y", "where"], name="topk"),
+    ]
+    model = model_of(nodes, {"x": x}, {**weights, "one": np.array([1])}, ["y", "p", "where"])
+    switched = half.SwitchedModel(model, segments=2)
+    assert switched.nodes == ("lstm", "split", "topk")
+    exact, rounded = switched.forward({"x": x}, ()), switched.forward({"x": x}, switched.nodes)
+    plain = OnnxRunner(model).run({"x": x})
+    for name in ("y", "p"):
+        np.testing.assert_array_equal(exact[name], plain[name])
+        assert (rounded[name] != exact[name]).all()
+        np.testing.assert_array_equal(rounded[name], half.round_half(rounded[name]))
+        np.testing.assert_allclose(rounded[name], exact[name], rtol=5e-3)
+    assert rounded["where"].dtype == np.int64
+
+
+def test_models_too_large_for_protobuf_go_through_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the limit at zero every model is too large: constants of all branches lie in data files."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, 64)).astype(F32), rng.normal(size=(64, 64)).astype(F32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("MatMul", ["h", "w"], ["y"])]
+    model = model_of(nodes, {"x": x}, {"w": w})
+    expected = half.SwitchedModel(model)
+    io.save(model, tmp_path, embed_limit=0)
+    loaded = io.load(tmp_path)
+    monkeypatch.setattr(io, "EMBED_LIMIT", 0)
+    large = half.SwitchedModel(loaded, segments=2)
+    for chosen in ((), expected.nodes):
+        result = large.forward({"x": x}, chosen)["y"]
+        np.testing.assert_array_equal(result, expected.forward({"x": x}, chosen)["y"])
+    emulated = OnnxRunner(half.emulate(loaded)).run({"x": x})["y"]
+    np.testing.assert_allclose(emulated, x @ w @ w, rtol=1e-3, atol=1e-3)
