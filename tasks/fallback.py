@@ -40,7 +40,7 @@ class FallbackReport(BaseModel):
     within_budget: bool
     drop: Figure
     stderr: Figure | None
-    fp16_drop: Figure
+    start_drop: Figure
     max_drop: float
     candidates: int
     fp32_nodes: int
@@ -426,7 +426,7 @@ def _report(plan: Plan) -> FallbackReport:
         within_budget=plan.within_budget,
         drop=plan.drop,
         stderr=plan.stderr,
-        fp16_drop=plan.start_drop,
+        start_drop=plan.start_drop,
         max_drop=plan.max_drop,
         candidates=len(candidates),
         fp32_nodes=sum(1 for row in candidates if not row.half),

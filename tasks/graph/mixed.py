@@ -106,7 +106,7 @@ class ToMixed(ir.passes.FunctionalPass):
             CheckerPass(full_check=True)(model)
         except Exception as error:
             raise EnginesmithError(f"the model does not pass the ONNX checker: {error}") from error
-        nodes = {node.name: node for node in all_nodes(model) if node.name}
+        nodes = {node.name: node for node in model.graph.all_nodes() if node.name}
         for name in sorted(self._half - set(nodes)):
             close = difflib.get_close_matches(name, nodes, n=3)
             raise EnginesmithError(

@@ -264,9 +264,11 @@ def _free(survey: Survey, wanted: frozenset[Unit]) -> frozenset[Unit]:
 
     shrinking = True
     while shrinking:
-        bad = {u for u in second if not all(rounds(r) for v in u.writes for r in survey.readers.get(v, ()))}
-        second -= bad
-        shrinking = bool(bad)
+        shrinking = False
+        for unit in reversed(survey.units):
+            if unit in second and not all(rounds(r) for v in unit.writes for r in survey.readers.get(v, ())):
+                second.remove(unit)
+                shrinking = True
     return frozenset(first | second)
 
 
@@ -274,20 +276,15 @@ def _rounded(survey: Survey, wanted: frozenset[Unit]) -> set[ir.Value]:
     """The values that are FP16 numbers whatever tensor holds them; the greatest such set, since loops feed back."""
     rounded = set(survey.writer)
     for unit in survey.units:
-        for value, _ in unit.constants:
-            if value not in rounded and _fits_exactly(value):
-                rounded.add(value)
+        rounded.update(v for v, _ in unit.constants if unit.exact and _fits_exactly(v))
     shrinking = True
     while shrinking:
-        bad = {
-            v
-            for u in survey.units
-            if u not in wanted and not (u.exact and all(v in rounded for v, _ in u.reads + u.constants))
-            for v in u.writes
-            if v in rounded
-        }
-        rounded -= bad
-        shrinking = bool(bad)
+        shrinking = False
+        for unit in survey.units:
+            if unit in wanted or (unit.exact and all(v in rounded for v, _ in unit.reads + unit.constants)):
+                continue
+            shrinking |= not rounded.isdisjoint(unit.writes)
+            rounded.difference_update(unit.writes)
     return rounded
 
 
