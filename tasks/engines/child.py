@@ -115,7 +115,7 @@ def _supervise(command: list[str], work: Path, *, timeout: float, tick: Tick, wh
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"},
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0", "PYTHONFAULTHANDLER": "1"},
             start_new_session=True,
         )
     assert process.stdout is not None  # noqa: S101 - it is a pipe
@@ -179,6 +179,7 @@ def _silent(progress: Progress) -> None:
 
 def main(argv: list[str]) -> int:
     """The child's own entry: read WORK/request, build, write WORK/result."""
+    _settle_addresses()
     work = Path(argv[1])
     written = (work / "request").read_bytes()
     module, cls, request, out, parent = pickle.loads(written)  # noqa: S301 - written by our own parent
@@ -195,6 +196,23 @@ def main(argv: list[str]) -> int:
     temporary.rename(work / "result")
     sys.stderr.flush()
     os._exit(0)  # the engine is written: a vendor library that crashes while it unloads does not matter any more
+
+
+def _settle_addresses() -> None:
+    """Start again without address space randomization, where the kernel allows it.
+
+    TensorRT orders its internal names by address, so that two builds of one graph differ in bytes; with fixed addresses
+    they agree.
+    """
+    addr_no_randomize, ask = 0x0040000, 0xFFFFFFFF
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    current = libc.personality(ask)
+    if current == -1 or current & addr_no_randomize or libc.personality(current | addr_no_randomize) == -1:
+        return
+    if libc.personality(ask) & addr_no_randomize:
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - this very program again
 
 
 def _speaker() -> Callable[[Progress], None]:

@@ -20,7 +20,7 @@ from enginesmith.tasks.engines.spec import NodePrecision, Precision
 _LAYER = re.compile(
     r"^Name: (?P<name>.*?), LayerType: (?P<kind>[^,]*), Inputs: \[(?P<inputs>.*?)\], "
     r"(?:Constants: \[(?P<constants>.*?)\], )?Outputs: \[(?P<outputs>.*?)\], "
-    r"(?=TacticName|TacticValue|StreamId|Metadata|ParameterType).*?Metadata: (?P<metadata>.*)$"
+    r"(?=TacticName|TacticValue|StreamId|Metadata|ParameterType).*?Metadata: ?(?P<metadata>.*)$"
 )
 _TENSOR = re.compile(r"Name: (?P<name>.*?), Dimensions: \[(?P<dims>[-\d,\s]*)\],.*?Datatype: (?P<type>\w+)")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\s]*(?:\[ONNX Layer: |$))")
@@ -66,7 +66,7 @@ class EngineLayer:
         inputs: what it reads.
         constants: weights it holds.
         outputs: what it writes.
-        nodes: names of the ONNX nodes that were fused into it.
+        nodes: names of the ONNX nodes that were fused into it: from the layer's metadata, or from its name ("a + b").
     """
 
     name: str
@@ -81,7 +81,7 @@ def parse_layers(log: str) -> tuple[EngineLayer, ...]:
     """The layers of the table in a verbose build log; empty when there is none."""
     _, _, table = log.partition("Layers:\n")
     found: list[EngineLayer] = []
-    for line in table.splitlines():
+    for line in table.split("\n"):
         match = _LAYER.match(line.strip())
         if match is None:
             if found:
@@ -94,7 +94,7 @@ def parse_layers(log: str) -> tuple[EngineLayer, ...]:
                 _tensors(match["inputs"]),
                 _tensors(match["constants"] or ""),
                 _tensors(match["outputs"]),
-                tuple(_NODE.findall(match["metadata"])),
+                tuple(_NODE.findall(match["metadata"])) or tuple(match["name"].split(" + ")),
             )
         )
     return tuple(found)
@@ -121,7 +121,10 @@ def read_back(
     A node with weights is known by the type in which the engine holds them: the constants, in the layers that the node
     was fused into, of at least as many elements as its weight. For INT8 such a layer must read INT8 as well. Where no
     such constant shows, or several nodes with weights share the layer and none of its constants has the type asked for,
-    the network's types stand, which a strongly typed build keeps by contract. So do they for nodes without weights.
+    the network's types stand, which a strongly typed build keeps by contract. So do they for nodes without weights,
+    unless the engine contradicts them: a layer made only of nodes that ask for FP32, none of whose tensors is FP32 (a
+    Cast or Q/DQ inside a layer may change the type between its borders, so such a layer proves nothing; and FP32 inside
+    what should be FP16 loses nothing).
 
     Args:
         wanted: what each node asks for.
@@ -129,23 +132,28 @@ def read_back(
         layers: the engine's layers, empty when the log has no table.
         weights: elements of the constant weight of each node that has one.
     """
-    anchors = {request.node for request in wanted if request.anchor}
+    asked = {request.node: request for request in wanted}
     by_node: dict[str, list[EngineLayer]] = {}
     for layer in layers:
         for node in layer.nodes:
             by_node.setdefault(node, []).append(layer)
-    return tuple(_node(r, network, by_node.get(r.node, []), weights.get(r.node), anchors) for r in wanted)
+    return tuple(_node(r, network, by_node.get(r.node, []), weights.get(r.node), asked) for r in wanted)
 
 
 def _node(
-    request: Request, network: NetworkTypes, layers: Sequence[EngineLayer], weight: int | None, anchors: set[str]
+    request: Request,
+    network: NetworkTypes,
+    layers: Sequence[EngineLayer],
+    weight: int | None,
+    asked: Mapping[str, Request],
 ) -> NodePrecision:
     stated: Precision | None = "int8" if request.node in network.int8 else network.outputs.get(request.output)
     name = layers[0].name if layers else ""
     if request.anchor and weight is not None:
         holders = [(layer, c) for layer in layers for c in layer.constants if c.elements >= weight and c.precision]
         right = [layer for layer, c in holders if c.precision == request.precision and _reads(layer, request.precision)]
-        alone = [(layer, c) for layer, c in holders if not (anchors - {request.node}).intersection(layer.nodes)]
+        others = {name for name, r in asked.items() if r.anchor and name != request.node}
+        alone = [(layer, c) for layer, c in holders if not others.intersection(layer.nodes)]
         if right:
             stated, name = request.precision, right[0].name
         elif alone:
@@ -154,7 +162,19 @@ def _node(
             stated, name = kept, layer.name
     elif request.precision == "int8" and any(t.precision == "int8" for layer in layers for t in layer.outputs):
         stated = "int8"
+    elif request.precision == "fp32":
+        stated = _contradiction(layers, asked) or stated
     return NodePrecision(request.node, request.op, request.precision, stated or "", name)
+
+
+def _contradiction(layers: Sequence[EngineLayer], asked: Mapping[str, Request]) -> Precision | None:
+    """The precision of a layer without any FP32 tensor although all of its nodes ask for FP32; None when none is so."""
+    for layer in layers:
+        if all(name in asked and asked[name].precision == "fp32" for name in layer.nodes):
+            found = [t.precision for t in (*layer.inputs, *layer.constants, *layer.outputs) if t.precision]
+            if found and "fp32" not in found:
+                return found[-1]
+    return None
 
 
 def _reads(layer: EngineLayer, precision: Precision | None) -> bool:

@@ -12,11 +12,12 @@ takes fall through that net, and the Conv then runs, silently, in FP32. Three ru
 2. Any other ``QuantizeLinear(int8, zero point 0) → DequantizeLinear`` becomes uint8 with zero point 128, the same
    numbers shifted: QLinearConv takes one type for what it reads and writes.
 3. A quantized Conv whose result, behind its ReLU or not, is read in float becomes ``ConvInteger → Cast →
-   Mul(scale of x * scale of w) → Add(bias)``: the same sum with its scale taken out, equal up to FP32 rounding. It is
-   an integer kernel, and a slow one: several times slower than FP32 for a depthwise convolution.
+   Mul(scale of x * scale of w) → Add(bias)``: the same sum with its scale taken out, equal up to FP32 rounding. Its
+   weights are shifted to uint8 with zero point 128, which every version's kernel takes. It is an integer kernel, and a
+   slow one: several times slower than FP32 for a depthwise convolution.
 
 Left alone: a model below opset 12 (no Clip of uint8); QuantizeLinear read by anything but DequantizeLinear; non-zero
-zero points; a scale that is not a constant; everything inside If, Loop and Scan.
+zero points; scales and weights that are not constants; everything inside If, Loop and Scan.
 """
 
 from __future__ import annotations
@@ -143,16 +144,20 @@ class _Rewriter:
         zero_x, zero_w = self._zero_point(data), self._zero_point(weight)
         scale_x, scale_w = self._value(data.input[1]), self._value(weight.input[1])
         bias = self._value(conv.input[2]) if len(conv.input) > 2 and conv.input[2] else np.zeros(1, np.float32)
-        rank = self._rank(conv, weight)
-        if zero_x is None or zero_w is None or scale_x is None or scale_w is None or bias is None or rank is None:
+        integers = self._value(weight.input[0])
+        if zero_x is None or zero_w is None or scale_x is None or scale_w is None or bias is None or integers is None:
             return False
-        if self._fuses(conv, zero_x) or zero_x.dtype != np.uint8 or scale_x.size != 1 or np.any(zero_w != 0):
+        if self._fuses(conv, zero_x) or zero_x.dtype != np.uint8 or scale_x.size != 1:
             return False
-        along_channels = (1, -1, *([1] * (rank - 2)))
+        if integers.dtype != np.int8 or np.any(zero_w != 0):
+            return False
+        along_channels = (1, -1, *([1] * (integers.ndim - 2)))
         multiplier = np.float32(scale_x.reshape(())) * scale_w.astype(np.float32).reshape(along_channels)
         name = conv.name
         steps = [f"{name}_{step}" for step in ("int32", "float", "scaled")]
-        integer = helper.make_node("ConvInteger", [data.input[0], weight.input[0], data.input[2]], steps[:1], name=name)
+        unsigned = self._constant(f"{name}_weight_uint8", (integers.astype(np.int16) + _UINT8_MIDDLE).astype(np.uint8))
+        operands = [data.input[0], unsigned, data.input[2], self._uint8(_UINT8_MIDDLE)]
+        integer = helper.make_node("ConvInteger", operands, steps[:1], name=name)
         integer.attribute.extend(conv.attribute)
         factor = self._constant(f"{name}_multiplier", multiplier)
         offset = self._constant(f"{name}_offset", bias.astype(np.float32).reshape(along_channels))
@@ -243,11 +248,6 @@ class _Rewriter:
     def _value(self, name: str) -> np.ndarray | None:
         tensor = self.constants.get(name)
         return None if tensor is None else numpy_helper.to_array(tensor)
-
-    def _rank(self, conv: onnx.NodeProto, weight: onnx.NodeProto) -> int | None:
-        kernel = next((a.ints for a in conv.attribute if a.name == "kernel_shape"), None)
-        tensor = self.constants.get(weight.input[0])
-        return len(kernel) + 2 if kernel else None if tensor is None else len(tensor.dims)
 
     def _uint8(self, value: int) -> str:
         return self._constant(f"{_PREFIX}_{value}", np.uint8(value))

@@ -89,6 +89,7 @@ class TensorRtRtx:
     def check(self, model: Path) -> tuple[Refusal, ...]:
         """Nodes that the parser refuses, and nodes of every operator that it does not know."""
         trt = _library()
+        _logger().lines.clear()
         _, parser = _parse(trt, _builder(trt), model)
         refused = {error.node: error for error in _errors(parser)}
         for node in load_model(model, weights=False).graph.node:
@@ -101,6 +102,7 @@ class TensorRtRtx:
     def compile(self, request: BuildRequest, out: Path, say: Tick) -> Built:
         """Parse, build for every compute capability, and read the precision back."""
         trt = _library()
+        _logger().loud = True
         model = load_model(request.model, weights=False)
         say(Progress("parsing"))
         builder = _builder(trt)
@@ -149,17 +151,18 @@ def _logger() -> Any:
     trt = _library()
 
     class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
-        """Keeps everything, and prints what matters to the log of this process."""
+        """Keeps everything; in the builder's process it prints what matters, for the log that outlives a crash."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.lines: list[tuple[str, str]] = []
+            self.loud = False
 
         def log(self, severity: Any, message: str) -> None:
             """Called by the library."""
             name = str(severity).rpartition(".")[2]
             self.lines.append((name, message))
-            if name in ("WARNING", "ERROR", "INTERNAL_ERROR"):
+            if self.loud and name in ("WARNING", "ERROR", "INTERNAL_ERROR"):
                 sys.stderr.write(f"[{name}] {message}\n")
 
         def messages(self) -> list[str]:
