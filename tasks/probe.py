@@ -195,6 +195,11 @@ class _Deviation:
         return Error(sqnr_db=-10 * math.log10(ratio), rel_l2=math.sqrt(ratio), nonfinite=0.0)
 
 
+def _as_float(values: Array) -> Array:
+    """Outputs of any numeric type, so that a changed label counts as an error too."""
+    return values if values.dtype == np.float32 else values.astype(np.float64)
+
+
 def _energy(values: Array) -> float:
     """Sum of squares. NumPy adds pairwise and in one thread: the same bits on every run, unlike a BLAS dot product."""
     return float(np.sum(np.square(values, dtype=np.float64)))
@@ -376,8 +381,7 @@ class _Probe:
     def _effect(self, outputs: Mapping[str, Array]) -> _Effect:
         deviation = _Deviation()
         for name, exact in self._exact.items():
-            if np.issubdtype(exact.dtype, np.floating):
-                deviation.add(outputs[name], exact)
+            deviation.add(_as_float(outputs[name]), _as_float(exact))
         if self._metric is None or self._score is None:
             return _Effect(deviation.error(), None)
         score = self._metric(outputs, self._dataset, self._exact)

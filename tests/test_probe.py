@@ -242,6 +242,48 @@ def test_drop_is_that_of_the_metric_on_the_same_samples() -> None:
     assert result.drop == 0.25
 
 
+def test_a_label_that_changes_is_an_error_at_the_end() -> None:
+    """300 * 300 and 301 * 300 are both infinite in FP16: the label turns from 1 to 0, and no output is a float."""
+    nodes = [op("Mul", "x k", "h"), op("ArgMax", "h", "y", axis=1, keepdims=0)]
+    result = probe(model_of(nodes, {"x": ["n", 2]}, {"k": 300}), samples(np.array([[300.0, 301.0]])))
+    row = result.row("h")
+    assert row.end is not None
+    assert row.end.rel_l2 == 1
+    last = result.row("y")
+    assert last.local is None
+    assert last.end is not None
+    assert last.end.rel_l2 == 1, "its operands overflow when they are rounded"
+
+
+def test_a_denominator_that_vanishes_is_seen() -> None:
+    """Case 21: x / (x + 1e-12) is 0 at 0, and NaN once FP16 has turned the constant to zero."""
+    nodes = [op("Add", "x eps", "h"), op("Div", "x h", "y")]
+    result = probe(model_of(nodes, {"x": ["n", 2]}, {"eps": 1e-12}), samples(np.array([[0.0, 1.0]])))
+    row = result.row("h")
+    assert [(c.name, c.vanish) for c in row.lossy] == [("eps", 1)]
+    assert row.end is not None
+    assert (row.end.sqnr_db, row.end.nonfinite) == (-math.inf, 0.5)
+
+
+def test_one_weight_in_two_nodes_is_rounded_for_the_one_in_fp16_only() -> None:
+    """Case 23."""
+    nodes = [op("Mul", "x w", "a"), op("Mul", "x w", "b"), op("Concat", "a b", "y", axis=1)]
+    w = np.array([1e-9, 70000], F32)
+    result = probe(model_of(nodes, {"x": ["n", 2]}, {"w": w}), samples(np.array([[1.0, 1.0]])))
+    for name in "ab":
+        end = result.row(name).end
+        assert end is not None
+        assert end.nonfinite == 0.25
+
+
+def test_a_model_without_candidates_has_a_table_too() -> None:
+    nodes = [op("Cast", "x", "i", to=TensorProto.INT64), op("Add", "i i", "y")]
+    result = probe(model_of(nodes, {"x": ["n", 2]}), samples(np.array([[1.0, 2.0]])))
+    assert result.candidates == ()
+    assert [bool(row.reason) for row in result.rows] == [True, True]
+    assert result.end.rel_l2 == 0
+
+
 def branching() -> ir.Model:
     """y = (max(x) > 0 ? x * 300 * 300 : x + 1) * 0.001, and an operator that has no FP16 form."""
 

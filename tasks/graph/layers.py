@@ -19,7 +19,7 @@ DIGITS = 6
 
 
 def _rounded(value: object) -> object:
-    return float(f"{value:.{DIGITS - 1}e}") if isinstance(value, float | int) else value
+    return float(f"{value:.{DIGITS - 1}e}") + 0.0 if isinstance(value, float | int) else value  # no minus zero
 
 
 Figure = Annotated[float, BeforeValidator(_rounded)]
@@ -109,7 +109,7 @@ class LayerRow(_Row):
         outputs: its float32 results; None when it has none, or is inside of a body.
         local: this node alone in FP16, on the tensors of the FP32 model: error of its results (of the results of
             `body` when it is inside of one). None when it is no candidate or has no float32 result.
-        end: this node alone in FP16: error of the model's float outputs. None when it is no candidate.
+        end: this node alone in FP16: error of the model's outputs, labels included. None when it is no candidate.
         drop: this node alone in FP16: drop of the metric on the probed samples; positive is worse, infinity when the
             metric has no value. None when it is no candidate, or without a metric.
         stderr: paired standard error of `drop`, where the metric has per-sample scores.
@@ -142,7 +142,7 @@ class LayerTable(_Row):
         metric: what the metric is, empty without one.
         better: its direction.
         value: the FP32 model's value of the metric on these samples; None when it has none on so few.
-        end: all candidates in FP16: error of the model's float outputs.
+        end: all candidates in FP16: error of the model's outputs, labels included.
         drop: all candidates in FP16: drop of the metric on these samples.
         stderr: its paired standard error.
         rows: one per node, Constant nodes excepted.
