@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass, TopologicalSortPass
 from pydantic import BaseModel
@@ -101,78 +103,102 @@ def simplify_graph(
         for how, options in ATTEMPTS.items():
             folder = Path(scratch) / f"attempt-{len(attempts)}"
             folder.mkdir()
-            refused = _run(model.path, folder, settings, options)
-            errors: dict[str, float] = {}
-            ran = not refused
-            if ran:
-                refused, errors = _judge(model.path, folder, cases, inputs, settings)
-            attempts.append(Attempt(how=how, refused=refused))
+            verdict = _attempt(model.path, folder, cases, inputs, settings, options)
+            attempts.append(Attempt(how=how, refused=verdict.refused))
             bar.advance()
-            if not refused:
-                return _take(out, model, folder, errors, attempts)
-            if ran:
+            if not verdict.refused:
+                _copy(folder, out)
+                return _report(out, model, errors=verdict.errors, attempts=attempts)
+            if verdict.final:
                 break
     return _keep(out, model, attempts[0].refused, attempts)
 
 
-def _run(original: Path, folder: Path, settings: SimplifySettings, options: Mapping[str, Any]) -> str:
-    """Run onnxsim; why there is no result of an acceptable size, empty when there is one."""
+class Verdict(BaseModel):
+    """What a child says of one attempt.
+
+    Attributes:
+        refused: why the result must not replace the original; empty: it may.
+        final: whether trying with less is pointless: the simplifier ran and its result is wrong.
+        errors: for each output its largest difference from the original, relative to its range.
+    """
+
+    refused: str = ""
+    final: bool = False
+    errors: dict[str, float] = {}
+
+
+def _attempt(
+    original: Path,
+    folder: Path,
+    cases: Path,
+    inputs: Mapping[str, InputSettings],
+    settings: SimplifySettings,
+    options: Mapping[str, Any],
+) -> Verdict:
     try:
-        child.call(
-            run_onnxsim,
+        answer = child.call(
+            attempt,
             limits=LIMITS,
             what="onnxsim",
-            source=str(original / io.MODEL),
+            original=str(original),
             out=str(folder),
+            cases=str(cases),
+            inputs={name: declared.model_dump(mode="json") for name, declared in inputs.items()},
+            settings=settings.model_dump(),
+            room=ROOM,
             options=options,
         )
     except ChildError as error:
-        return error.found.splitlines()[0]
-    before, after = folder_bytes(original), folder_bytes(folder)
-    limit = int(settings.growth * before) + ROOM
-    return f"it grew from {before} to {after} bytes, {limit} are allowed" if after > limit else ""
+        return Verdict(refused=error.found.splitlines()[0])
+    return Verdict.model_validate(answer)
 
 
-def _judge(
-    original: Path, folder: Path, cases: Path, inputs: Mapping[str, InputSettings], settings: SimplifySettings
-) -> tuple[str, dict[str, float]]:
-    """Why a result is refused, empty when it is not; and its errors."""
-    try:
-        verdict = child.call(
-            judge_simplified,
-            limits=LIMITS,
-            what="the comparison of the simplified graph with the original",
-            original=str(original),
-            candidate=str(folder),
-            cases=str(cases),
-            inputs={name: declared.model_dump(mode="json") for name, declared in inputs.items()},
-            tolerance=settings.tolerance,
-        )
-    except ChildError as error:
-        return error.found.splitlines()[0], {}
-    return verdict["refused"], verdict["errors"]
-
-
-def run_onnxsim(source: str, out: str, options: dict[str, Any]) -> None:
-    """In a child: simplify one file and bring the result into the pipeline's form.
+def attempt(
+    original: str,
+    out: str,
+    cases: str,
+    inputs: dict[str, Any],
+    settings: dict[str, Any],
+    room: int,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """In a child: simplify one graph and judge the result; a `Verdict` as JSON.
 
     Args:
-        source: ONNX file.
+        original: folder with the graph.
         out: folder for the result.
+        cases: folder written by `save_cases`.
+        inputs: declared inputs.
+        settings: `SimplifySettings`.
+        room: bytes of growth that are always allowed.
         options: further arguments of `onnxsim.simplify`.
     """
-    import onnx
+    chosen = SimplifySettings.model_validate(settings)
+    run_onnxsim(Path(original), Path(out), options)
+    before, after = folder_bytes(Path(original)), folder_bytes(Path(out))
+    limit = int(chosen.growth * before) + room
+    if after > limit:
+        return Verdict(refused=f"it grew from {before} to {after} bytes, {limit} are allowed").model_dump()
+    declared = {name: InputSettings.model_validate(value) for name, value in inputs.items()}
+    return judge_simplified(Path(original), Path(out), Path(cases), declared, chosen.tolerance).model_dump()
+
+
+def run_onnxsim(original: Path, out: Path, options: Mapping[str, Any]) -> None:
+    """Simplify one graph and bring the result into the pipeline's form."""
+    # onnxsim imports torch for helpers that are not used here: seconds and 200 MB in every child.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # how the import system spells "not here"
     import onnxsim
 
-    simplified, _ = onnxsim.simplify(onnx.load(source), check_n=0, **options)
-    model, original = ir.from_proto(simplified), ir.load(source)
-    _copy_origins(original, model)
-    _copy_symbols(original, model)
+    simplified, _ = onnxsim.simplify(onnx.load(original / io.MODEL), check_n=0, **options)
+    model, source = ir.from_proto(simplified), io.load(original)
+    _copy_origins(source, model)
+    _copy_symbols(source, model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     RemoveUnusedNodesPass()(model)
     TopologicalSortPass()(model)
     UniqueNodeNames()(model)
-    io.save(model, Path(out))
+    io.save(model, out)
 
 
 def _copy_origins(before: ir.Model, after: ir.Model) -> None:
@@ -199,32 +225,25 @@ def _copy_symbols(before: ir.Model, after: ir.Model) -> None:
 
 
 def judge_simplified(
-    original: str, candidate: str, cases: str, inputs: dict[str, Any], tolerance: float
-) -> dict[str, Any]:
-    """In a child: why a simplified graph must not replace the original (empty: it may), and its errors."""
-    import onnx
-
-    before, after = io.load(Path(original)), io.load(Path(candidate))
-    declared = {name: InputSettings.model_validate(value) for name, value in inputs.items()}
-    problem = _changed(before, after) or "; ".join(f.message for f in blocking(check_inputs(after, declared)))
+    original: Path, candidate: Path, cases: Path, inputs: Mapping[str, InputSettings], tolerance: float
+) -> Verdict:
+    """Compare a simplified graph with the original: interface, checker, and every output on every case."""
+    before, after = io.load(original), io.load(candidate)
+    problem = _changed(before, after) or "; ".join(f.message for f in blocking(check_inputs(after, inputs)))
     if problem:
-        return {"refused": problem, "errors": {}}
+        return Verdict(refused=problem, final=True)
     try:
-        onnx.checker.check_model(str(Path(candidate) / io.MODEL), full_check=True)
+        onnx.checker.check_model(str(candidate / io.MODEL), full_check=True)
+        runner = OnnxRunner(candidate)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        return {"refused": f"ONNX's checker refuses it: {str(error).strip().splitlines()[0]}", "errors": {}}
-    try:
-        candidate_runner = OnnxRunner(Path(candidate))
+        return Verdict(refused=f"ONNX's checker refuses it: {str(error).strip().splitlines()[0]}", final=True)
     except EnginesmithError as error:
-        return {"refused": f"ONNX Runtime refuses it: {'; '.join(error.details[:1])}", "errors": {}}
+        return Verdict(refused=f"ONNX Runtime refuses it: {'; '.join(error.details[:1])}", final=True)
     agreement = compare(
-        OnnxRunner(Path(original)).run,
-        candidate_runner.run,
-        load_cases(Path(cases)),
-        tolerance=tolerance,
-        name="the original",
+        OnnxRunner(original).run, runner.run, load_cases(cases), tolerance=tolerance, name="the original"
     )
-    return {"refused": "; ".join(f.message for f in blocking(agreement.findings)[:3]), "errors": agreement.errors}
+    wrong = blocking(agreement.findings)[:3]
+    return Verdict(refused="; ".join(f.message for f in wrong), final=True, errors=agreement.errors)
 
 
 def _changed(before: ir.Model, after: ir.Model) -> str:
@@ -266,16 +285,9 @@ def folder_bytes(folder: Path) -> int:
     return sum((folder / name).stat().st_size for name in (io.MODEL, io.DATA) if (folder / name).exists())
 
 
-def _take(
-    out: Path, model: Artifact, folder: Path, errors: dict[str, float], attempts: list[Attempt]
-) -> SimplifyReport:
-    _copy(folder, out)
-    return _report(out, model, kept=False, reason="", errors=errors, attempts=attempts)
-
-
 def _keep(out: Path, model: Artifact, reason: str, attempts: Sequence[Attempt]) -> SimplifyReport:
     _copy(model.path, out)
-    return _report(out, model, kept=True, reason=reason, errors={}, attempts=attempts)
+    return _report(out, model, errors={}, attempts=attempts, kept_because=reason)
 
 
 def _copy(source: Path, out: Path) -> None:
@@ -285,17 +297,16 @@ def _copy(source: Path, out: Path) -> None:
 
 
 def _report(
-    out: Path, model: Artifact, *, kept: bool, reason: str, errors: dict[str, float], attempts: Sequence[Attempt]
+    out: Path, model: Artifact, *, errors: dict[str, float], attempts: Sequence[Attempt], kept_because: str = ""
 ) -> SimplifyReport:
     before, after = (Counter(n.op_type for n in io.load(folder).graph.all_nodes()) for folder in (model.path, out))
-    changed = {op: (before[op], after[op]) for op in sorted({*before, *after}) if before[op] != after[op]}
     nodes = (before.total(), after.total())
     return SimplifyReport(
-        kept=kept,
-        reason=reason or f"{nodes[0]} nodes became {nodes[1]}",
+        kept=bool(kept_because),
+        reason=kept_because or f"{nodes[0]} nodes became {nodes[1]}",
         nodes=nodes,
         bytes=(folder_bytes(model.path), folder_bytes(out)),
-        operators=changed,
+        operators={op: (before[op], after[op]) for op in sorted({*before, *after}) if before[op] != after[op]},
         errors=errors,
         attempts=tuple(attempts),
     )
