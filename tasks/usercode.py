@@ -104,16 +104,22 @@ def importable(folder: Path) -> Iterator[None]:
         sys.path.remove(place)
         sys.dont_write_bytecode = wrote_none
         for name in set(sys.modules) - before:
-            if _is_own(getattr(sys.modules[name], "__file__", None), folder):
+            # By name too: a package installed from this very folder goes by a name that the folder does not have.
+            if _has(folder, name) and _is_own(getattr(sys.modules[name], "__file__", None), folder):
                 del sys.modules[name]
         sys.modules.update(aside)
 
 
 def _shadowed(name: str, module: ModuleType, folder: Path) -> bool:
     """Whether the folder has a module of this name and the one that is loaded is another."""
-    top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or _is_own(getattr(module, "__file__", None), folder):
+    if name.partition(".")[0] in sys.stdlib_module_names or _is_own(getattr(module, "__file__", None), folder):
         return False
+    return _has(folder, name)
+
+
+def _has(folder: Path, name: str) -> bool:
+    """Whether the top-level package or module of a dotted name lies in the folder."""
+    top = name.partition(".")[0]
     return (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file()
 
 

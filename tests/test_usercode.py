@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import textwrap
 from pathlib import Path
@@ -190,6 +191,16 @@ class TestImportable:
         assert sys.path == before
         assert sys.dont_write_bytecode == wrote_none
         assert "model" not in sys.modules
+
+    def test_a_package_installed_from_the_folder_is_not_forgotten(self, tmp_path: Path) -> None:
+        # An editable install may map a folder of this name to another one: enginesmith.tasks is tasks/ itself.
+        source = write(tmp_path, model="import installed\ndef build(): return 1", tasks__code="x = 1")
+        spec = importlib.util.spec_from_file_location("installed", source / "tasks" / "code.py")
+        assert spec is not None
+        with importable(tmp_path):
+            sys.modules["installed"] = importlib.util.module_from_spec(spec)
+            assert UserCode(tmp_path, "model:build")() == 1
+        assert sys.modules.pop("installed").__file__ == str(source / "tasks" / "code.py")
 
     def test_the_folder_wins_over_installed_packages(self, tmp_path: Path) -> None:
         assert call(write(tmp_path, sklearn="def build(): return 'own'"), "sklearn:build") == "own"
