@@ -37,23 +37,29 @@ class Counts:
     tiny_fp16: int = 0
     subnormal: int = 0
 
-    def add(self, dtype: str, block: Array) -> None:
-        """Count one block; other types than floating point have nothing to count."""
+    def add(self, dtype: str, block: Array, scratch: Array) -> None:
+        """Count one block, not empty; other types than floating point have nothing to count.
+
+        Args:
+            dtype: safetensors' name of the element type.
+            block: one-dimensional.
+            scratch: memory to work in, uint8, at least as many bytes as the block.
+        """
         if dtype not in FLOATS:
             return
         unsigned, infinity, beyond, tiny, normal = _BITS[dtype]
-        magnitude = block.view(unsigned) & unsigned(infinity | (infinity - 1) if dtype != "F64" else (1 << 63) - 1)
-        if magnitude.size == 0:
-            return
-        if magnitude.max() >= beyond:
-            nonfinite = int(np.count_nonzero(magnitude >= unsigned(infinity)))
+        bits = scratch[: block.nbytes].view(unsigned)
+        np.bitwise_and(block.view(unsigned), unsigned((1 << (8 * bits.itemsize - 1)) - 1), out=bits)
+        if bits.max() >= beyond:
+            nonfinite = int(np.count_nonzero(bits >= unsigned(infinity)))
             self.nonfinite += nonfinite
-            self.beyond_fp16 += int(np.count_nonzero(magnitude >= unsigned(beyond))) - nonfinite
-        below = magnitude - unsigned(1)  # zero becomes the largest number
-        if below.min() < unsigned(tiny - 1):
-            self.tiny_fp16 += int(np.count_nonzero(below < unsigned(tiny - 1)))
-            if below.min() < unsigned(normal - 1):
-                self.subnormal += int(np.count_nonzero(below < unsigned(normal - 1)))
+            self.beyond_fp16 += int(np.count_nonzero(bits >= unsigned(beyond))) - nonfinite
+        np.subtract(bits, unsigned(1), out=bits)  # zero becomes the largest number
+        smallest = bits.min()
+        if smallest < unsigned(tiny - 1):
+            self.tiny_fp16 += int(np.count_nonzero(bits < unsigned(tiny - 1)))
+            if smallest < unsigned(normal - 1):
+                self.subnormal += int(np.count_nonzero(bits < unsigned(normal - 1)))
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def _slim(
     written = write_weights(path, choice.tensors, choice.prefix, dtype)
     _check_finite(written, allow_nonfinite)
     _check_range(written)
-    wrong = list(verify(path, written))
+    wrong = verify(path, choice.tensors, written)
     if wrong:
         raise EnginesmithError(
             "the written weights do not read back as they were meant", where=str(path), details=wrong, hint="run again"

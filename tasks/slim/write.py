@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from enginesmith.tasks import progress
+from enginesmith.tasks.progress import Bar
 from enginesmith.tasks.slim.numerics import Counts
 from enginesmith.tasks.slim.readers import read_safetensors
 from enginesmith.tasks.slim.tensors import DTYPES, FLOATS, Array, MappedFile, Tensor
 from enginesmith.tasks.weights import Row, header
+
+A = TypeVar("A")
+B = TypeVar("B")
+R = TypeVar("R")
+
+_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -81,44 +93,73 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], prefix: str, dtype:
         if name not in aliases:
             rows.append(Row(name, target, tensors[name].shape, DTYPES[target].itemsize))
     order, head = header(rows, aliases, prefix)
-    written: dict[str, Written] = {}
     with path.open("wb") as file, progress.track("slim", total=max(sum(r.nbytes for r in rows), 1)) as bar:
         file.write(head)
-        for row in order:
-            name, target, tensor = row.name, row.dtype, tensors[row.name]
-            digest, counts, overflow, size = hashlib.sha256(), Counts(), 0, 0
-            for block in tensor.blocks():
-                counts.add(tensor.dtype, block)
-                output = _converted(block, target)
-                if output is not block and target == "F16":
-                    overflow += int(np.count_nonzero(np.isinf(output))) - int(np.count_nonzero(np.isinf(block)))
-                data = output.view(np.uint8).data
-                digest.update(data)
-                file.write(data)
-                size += data.nbytes
-                bar.advance(data.nbytes)
-            written[name] = Written(name, target, tensor.shape, size, digest.hexdigest(), "", counts, overflow)
+        file.flush()
+        places = itertools.accumulate((row.nbytes for row in order), initial=len(head))
+
+        def write(row: Row, place: int) -> Written:
+            return _write_tensor(file.fileno(), place, row, tensors[row.name], bar)
+
+        written = {w.name: w for w in _in_threads(write, order, places)}
     for name, owner in aliases.items():
         first = written[owner]
         written[name] = Written(name, first.dtype, first.shape, 0, first.sha256, owner, Counts())
     return [written[name] for name in sorted(written)]
 
 
-def verify(path: Path, written: list[Written]) -> Iterator[str]:
-    """Read the file back; yields the names of tensors whose bytes are not those that were meant."""
+def verify(path: Path, tensors: Mapping[str, Tensor], written: Sequence[Written]) -> list[str]:
+    """Read the file back; the names of tensors whose bytes are not those of the checkpoint (converted as asked)."""
     file = MappedFile(path)
-    tensors, _ = read_safetensors(file)
-    for entry in written:
-        if entry.alias_of:
-            continue
-        found = tensors.get(entry.name)
-        digest = hashlib.sha256()
-        if isinstance(found, Tensor):
-            for block in found.blocks():
-                progress.checkpoint()
-                digest.update(block.view(np.uint8).data)
-        if not isinstance(found, Tensor) or found.shape != entry.shape or digest.hexdigest() != entry.sha256:
-            yield entry.name
+    found, _ = read_safetensors(file)
+    stored = [w for w in written if not w.alias_of]
+
+    def same(entry: Written, copy: object) -> bool:
+        if not isinstance(copy, Tensor) or (copy.dtype, copy.shape) != (entry.dtype, entry.shape):
+            return False
+        place = copy.storage.start
+        for block in tensors[entry.name].blocks():
+            progress.checkpoint()
+            expected = _bytes(_converted(block, entry.dtype))
+            if not np.array_equal(expected, np.frombuffer(file.map, np.uint8, expected.size, place)):
+                return False
+            file.release(place, expected.size)
+            place += expected.size
+        return True
+
+    results = _in_threads(same, stored, [found.get(w.name) for w in stored])
+    return [entry.name for entry, right in zip(stored, results, strict=True) if not right]
+
+
+def _write_tensor(handle: int, place: int, row: Row, tensor: Tensor, bar: Bar) -> Written:
+    """Write one tensor at its place in the file, digesting and examining it on the way."""
+    digest, counts, overflow = hashlib.sha256(), Counts(), 0
+    scratch = np.empty(0, np.uint8)  # one for all blocks: fresh memory for each would cost more than counting
+    for block in tensor.blocks():
+        if scratch.size < block.nbytes:
+            scratch = np.empty(block.nbytes, np.uint8)
+        counts.add(tensor.dtype, block, scratch)
+        output = _converted(block, row.dtype)
+        if output is not block and row.dtype == "F16":
+            overflow += int(np.count_nonzero(np.isinf(output))) - int(np.count_nonzero(np.isinf(block)))
+        data = _bytes(output).data
+        digest.update(data)
+        done = 0
+        while done < data.nbytes:
+            done += os.pwrite(handle, data[done:], place + done)
+        place += data.nbytes
+        bar.advance(data.nbytes)
+    return Written(row.name, row.dtype, row.shape, row.nbytes, digest.hexdigest(), "", counts, overflow)
+
+
+def _in_threads(function: Callable[[A, B], R], first: Sequence[A], second: Iterable[B]) -> list[R]:
+    """Map over pairs; the work (hashing, comparing, reading, writing) leaves Python's lock, so threads share it."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(function, first, second))
+
+
+def _bytes(block: Array) -> npt.NDArray[np.uint8]:
+    return block.view(np.uint8)
 
 
 def _converted(block: Array, target: str) -> Array:
