@@ -22,10 +22,9 @@ from enginesmith.tasks.graph.mixed import to_mixed
 from enginesmith.tasks.graph.opset import raise_opset
 from enginesmith.tasks.graph.plan import load_plan
 from enginesmith.tasks.graph.search import Item, Outcome, Search, evaluation_limit
-from enginesmith.tasks.graph.trial import SwitchedQuantization
+from enginesmith.tasks.graph.trial import QdqRunner, SwitchedQuantization
 from enginesmith.tasks.metric import Drop, Metric, MetricRef, Score, load_metric, load_outputs, load_score
 from enginesmith.tasks.ranges import RangeTable, read_ranges
-from enginesmith.tasks.runner import OnnxRunner
 from enginesmith.tasks.settings import BudgetSettings, Int8Settings
 from enginesmith.tasks.stage import Stage
 from enginesmith.tasks.store import Artifact
@@ -233,9 +232,7 @@ class _Judge:
 
     def drop(self, typed: ir.Model) -> Drop:
         """The drop of a typed graph, emulated."""
-        emulated = emulate(typed)
-        qdq.DequantizeWeights()(emulated)
-        outputs = OnnxRunner(emulated).predict(self.dataset)
+        outputs = QdqRunner(emulate(typed)).predict(self.dataset)
         return self.metric.drop(self.score, self.metric(outputs, self.dataset, self.outputs))
 
     @property

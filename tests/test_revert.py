@@ -18,7 +18,7 @@ from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.graph import io, qdq
 from enginesmith.tasks.graph.half import candidates, emulate
 from enginesmith.tasks.graph.plan import NodeRow, Plan
-from enginesmith.tasks.graph.trial import SwitchedQuantization
+from enginesmith.tasks.graph.trial import QdqRunner, SwitchedQuantization
 from enginesmith.tasks.metric import MetricRef
 from enginesmith.tasks.reference import REFERENCE
 from enginesmith.tasks.revert import REVERT, REVERTED_FILE, RevertTable, noise
@@ -328,6 +328,29 @@ def test_switched_session_computes_what_separate_graphs_compute() -> None:
         qdq.QuantizePass(quantization.only(chosen))(alone)
         expected = OnnxRunner(alone).run({"x": x})["y"]
         np.testing.assert_allclose(switched.predict(dataset, chosen)["y"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_float_weight_behind_a_dequantized_input_is_not_quantized_behind_our_back() -> None:
+    # ONNX Runtime's default session takes one scale for both channels and loses the first.
+    weight = np.array([1e-3, 100.0], np.float32).reshape(2, 1, 1, 1)
+    made = helper.make_graph(
+        [
+            helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], name="q"),
+            helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"], name="d"),
+            helper.make_node("Conv", ["d", "w"], ["y"], name="conv"),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 1, 2, 2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2, 2, 2])],
+        [
+            numpy_helper.from_array(weight, "w"),
+            numpy_helper.from_array(np.float32(0.5), "s"),
+            numpy_helper.from_array(np.int8(0), "z"),
+        ],
+    )
+    model = ir.from_proto(helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9))
+    y = QdqRunner(model).run({"x": np.ones((1, 1, 2, 2), np.float32)})["y"]
+    np.testing.assert_allclose(y[0, :, 0, 0], weight.reshape(-1), rtol=1e-6)
 
 
 def test_switched_shortcut_follows_its_convolution() -> None:

@@ -204,47 +204,6 @@ class QuantizePass(ir.passes.InPlacePass):
         return {name: node for name, node in found.items() if name is not None}
 
 
-class DequantizeWeights(ir.passes.InPlacePass):
-    """Replace each weight's integers and their DequantizeLinear by the float weight that they stand for.
-
-    1. A DequantizeLinear of an int8 initializer becomes a float32 initializer, ``scale * integer``, exactly.
-    2. Q/DQ pairs on activations stay: the values computed are the same.
-
-    It makes a graph larger and, where INT8 is emulated in float32, several times faster: ONNX Runtime chooses its fast
-    convolutions for constant weights only, and folds no DequantizeLinear by itself.
-
-    Refused: FP16 scales (emulate first), blocked scales, zero points other than zero, and any other integer type.
-    """
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Replace."""
-        modified = False
-        for node in list(model.graph):
-            if not _is(node, "DequantizeLinear") or "block_size" in node.attributes:
-                continue
-            integers, scale = constant(node.inputs[0]), constant(node.inputs[1])
-            zero = constant(node.inputs[2]) if len(node.inputs) > 2 else None
-            if integers is None or scale is None or integers.dtype != np.int8 or scale.dtype != np.float32:
-                continue
-            if zero is not None and zero.any():
-                continue
-            attribute = node.attributes.get("axis")
-            axis = None if scale.ndim == 0 else attribute.as_int() if attribute is not None else 1
-            old = node.outputs[0]
-            name = old.name or ""
-            weight = QuantizedWeight(integers.astype(np.int8), scale.astype(np.float32), axis).dequantized()
-            old.name = None
-            new = ir.val(name, const_value=ir.tensor(weight, name=name))
-            model.graph.register_initializer(new)
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
-            inputs = [value for value in node.inputs if value is not None]
-            model.graph.remove(node, safe=True)
-            for value in inputs:
-                _drop_unused(value)
-            modified = True
-        return ir.passes.PassResult(model, modified=modified)
-
-
 def find_convs(model: ir.Model, placement: Placement) -> tuple[tuple[ConvSubgraph, ...], tuple[Refusal, ...]]:
     """The convolutions that a placement quantizes, in graph order, and those it refuses.
 

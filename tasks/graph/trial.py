@@ -1,16 +1,49 @@
-"""Turns an FP32 graph and a quantization into one session in which each convolution is INT8 or FP32 as a run says."""
+"""Turns a graph with Q/DQ pairs into outputs exactly as written, also with a choice of convolutions per run."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 
 from enginesmith.tasks.data import Array, Dataset
-from enginesmith.tasks.graph import qdq
+from enginesmith.tasks.graph import io, qdq
 from enginesmith.tasks.progress import Bar
-from enginesmith.tasks.runner import OnnxRunner, predict
+from enginesmith.tasks.runner import predict, session_options
+
+
+class QdqRunner:
+    """One ONNX Runtime session that does what a graph's Q/DQ pairs say, in float32, and nothing else.
+
+    By default ONNX Runtime turns a convolution between Q/DQ pairs into an integer kernel with an INT32 bias, and (1.32)
+    quantizes a constant float weight behind a dequantized input on its own account, one scale for the whole weight.
+    Here both are off: biases and unquantized weights stay float, and integer weights are dequantized once, when the
+    session is made, which is also two to three times faster.
+
+    Args:
+        model: float32 graph with Q/DQ pairs.
+        threads: intra-op threads; None means as many as this process may use.
+    """
+
+    def __init__(self, model: ir.Model, *, threads: int | None = None) -> None:
+        options = session_options(threads=threads)
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        with tempfile.TemporaryDirectory(prefix="enginesmith-") as folder:
+            file = io.save(model, Path(folder))
+            self._session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        self._outputs = [value.name for value in self._session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name for one feed."""
+        return dict(zip(self._outputs, self._session.run(self._outputs, dict(feeds)), strict=True))
+
+    def predict(self, dataset: Dataset, *, bar: Bar | None = None) -> dict[str, Array]:
+        """Outputs for all samples, by name; see `OnnxRunner.predict`."""
+        return predict(self.run, dataset, bar=bar)
 
 
 class SwitchedQuantization:
@@ -25,15 +58,12 @@ class SwitchedQuantization:
         model: the FP32 graph. It is not changed.
         quantization: scales and integers, made from that graph.
         threads: intra-op threads; None means as many as this process may use.
-
-    Raises:
-        EnginesmithError: ONNX Runtime refuses the model.
     """
 
     def __init__(self, model: ir.Model, quantization: qdq.Quantization, *, threads: int | None = None) -> None:
         copy = model.clone()
         self._switches = _insert_switches(copy.graph, quantization)
-        self._runner = OnnxRunner(copy, threads=threads)
+        self._runner = QdqRunner(copy, threads=threads)
 
     def predict(self, dataset: Dataset, quantized: Collection[str], *, bar: Bar | None = None) -> dict[str, Array]:
         """Outputs for all samples with these convolutions in INT8; see `OnnxRunner.predict`.

@@ -402,21 +402,6 @@ def test_opset_too_old_for_per_channel_is_a_failed_precondition() -> None:
         pass_.requires(model)
 
 
-def test_dequantized_weights_change_no_value_and_leave_the_activations_quantized() -> None:
-    model = quantize(conv_relu(), {"x": 0.02})
-    x = normal(2, 3, 8, 8)
-    before = OnnxRunner(model).run({"x": x})["y"]
-    stored = model.graph.initializers["w_quantized"].const_value.numpy()
-    qdq.DequantizeWeights()(model)
-    onnx.checker.check_model(ir.to_proto(model), full_check=True)
-    assert ops(model) == ["QuantizeLinear", "DequantizeLinear", "Conv", "Relu"]
-    weight = model.graph.initializers["w_dequantized"].const_value.numpy()
-    assert weight.dtype == np.float32
-    assert weight.shape == stored.shape
-    assert set(model.graph.initializers) == {"w_dequantized", "b", "x_scale", "x_zero_point"}
-    np.testing.assert_allclose(OnnxRunner(model).run({"x": x})["y"], before, atol=1e-5)
-
-
 @pytest.mark.parametrize("opset", [18, 19])
 def test_fp16_conv_takes_fp16_scales_from_opset_19_on(opset: int) -> None:
     model = conv_relu()
