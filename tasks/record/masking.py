@@ -12,7 +12,7 @@ MASK = "***"
 _WORDS = r"password|passwd|passphrase|secret|token|credentials?|api[_-]?key|access[_-]?key|private[_-]?key"
 _SECRET_NAME = re.compile(rf"(?:{_WORDS})$|(?:^|[^a-z])(?:{_WORDS}|pass|pwd)(?:$|[^a-z])", re.IGNORECASE)
 _USERINFO = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"<>]+@")
-_QUERY = re.compile(rf"([?&;](?:[\w.-]*(?:{_WORDS})|signature|sig|auth|key)=)[^\s&;'\"<>]+", re.IGNORECASE)
+_QUERY = re.compile(rf"([?&;][\w.-]*(?:{_WORDS}|signature|sig|auth|key)=)[^\s&;'\"<>]+", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"\b([\w-]*(?:{_WORDS})[\"']?\s*[=:]\s*)(?:\"[^\"]*\"|'[^']*'|[^\s,;}}\]]+)", re.IGNORECASE)
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9+/=._~-]{8,}", re.IGNORECASE)
 _HOMES = re.compile(r"(?<![\w.~-])/(?:home|Users)/[^/\s:'\",;)]+")

@@ -20,6 +20,7 @@ import yaml
 
 from enginesmith.tasks import plots, progress
 from enginesmith.tasks.graph.layers import LAYERS, LayerTable, load_layers
+from enginesmith.tasks.graph.plan import NodeRow, load_plan
 from enginesmith.tasks.hardware import this_host
 from enginesmith.tasks.record.facts import hardware, versions
 from enginesmith.tasks.record.files import staged
@@ -198,7 +199,13 @@ def _record(tracking: Tracking, experiment: str, compiled: CompileRecord, digest
     rows, verdicts = choose_champions(compiled.rows)
     own, shared = _split(compiled)
     table = load_layers(shared["probe"].path) if "probe" in shared else None
-    tables = {"variants.json": json_rows(rows), "stages.json": _stage_rows(compiled), LAYERS: _layer_rows(table)}
+    plan = load_plan(shared["fallback"].path) if "fallback" in shared else None
+    nodes = {node.name: node for node in plan.nodes} if plan else {}
+    tables = {
+        "variants.json": json_rows(rows),
+        "stages.json": _stage_rows(compiled),
+        LAYERS: _layer_rows(table, nodes),
+    }
     tables = {name: content for name, content in tables.items() if content}
     tags = {
         **_parent_tags(pipeline, compiled.source_sha256, compiled.tags),
@@ -220,7 +227,7 @@ def _record(tracking: Tracking, experiment: str, compiled: CompileRecord, digest
             "variants.md": _note(pipeline, rows, verdicts),
             **{name: _table(content) for name, content in tables.items()},
             **{f"latency/{name}.json": seen.model_dump_json(indent=1) for name, seen in compiled.sessions.items()},
-            **_plots(rows, table, pipeline),
+            **_plots(rows, table, nodes, pipeline),
         }
         with staged(shared, texts, copy_above_mb=copy_above_mb) as folder:
             tracking.client.log_artifacts(parent, str(folder))
@@ -332,13 +339,14 @@ def _cell(value: object) -> object:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _layer_rows(table: LayerTable | None) -> list[dict[str, Any]]:
-    """The layer table with one figure per column, nodes that could be FP16 only."""
+def _layer_rows(table: LayerTable | None, plan: Mapping[str, NodeRow]) -> list[dict[str, Any]]:
+    """The layer table with one figure per column and the plan's decision; nodes that could be FP16 only."""
     return [
         {
             "index": row.index,
             "node": row.name,
             "op": row.op,
+            "precision": plan[row.name].precision if row.name in plan else "",
             "drop": row.drop,
             "drop_stderr": row.stderr,
             "local_rel_l2": row.local.rel_l2 if row.local else None,
@@ -350,18 +358,21 @@ def _layer_rows(table: LayerTable | None) -> list[dict[str, Any]]:
             "vanish": row.outputs.vanish if row.outputs else None,
             "lossy_constants": [constant.name for constant in row.lossy],
             "module": row.module,
+            "reason": plan[row.name].reason if row.name in plan else "",
         }
         for row in (table.candidates if table else ())
     ]
 
 
-def _plots(rows: Sequence[VariantRow], table: LayerTable | None, pipeline: Pipeline) -> dict[str, str]:
+def _plots(
+    rows: Sequence[VariantRow], table: LayerTable | None, plan: Mapping[str, NodeRow], pipeline: Pipeline
+) -> dict[str, str]:
     """The plots by path."""
     settings = pipeline.settings
     found = {"plots/pareto.svg": plots.pareto_plot(rows, max_drop=settings.budget.max_drop, title=pipeline.name)}
     if table is not None:
         found["plots/layers.svg"] = plots.layer_plot(
-            plots.layer_points(table, ()),
+            plots.layer_points(table, {name for name, node in plan.items() if node.precision == "fp32"}),
             title=f"{pipeline.name}: what FP16 does to each node ({table.samples} samples)",
             layer_drop=settings.precision.fp16.layer_drop,
         )

@@ -6,15 +6,19 @@ MLflow is imported on first use. A SQLite database is created whole or not at al
 from __future__ import annotations
 
 import os
+import socket
+import sqlite3
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
@@ -40,6 +44,8 @@ _ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
+_PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_CONNECT_S = 5.0
 _FOREIGN_AGE_S = 24 * 3600  # a run of another process namespace is given up after this long
 
 
@@ -141,10 +147,12 @@ def connect(uri: str, *, artifacts: Path | None = None, patience: float | None =
     database = _sqlite_file(uri)
     with _translated(uri):
         if database is None:
+            _knock(uri)
             yield Tracking(uri, _client(uri), artifacts)
             return
         with _alone(database, patience):
             _create(database)
+            _check(database)
             yield Tracking(uri, _client(uri), artifacts or database.parent / "mlruns")
 
 
@@ -207,7 +215,9 @@ def _sqlite_file(uri: str) -> Path | None:
 def _alone(database: Path, patience: float | None) -> Iterator[None]:
     """Hold the lock beside the database: its schema is created once, and a compile is looked up and recorded as one."""
     database.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(database.with_name(database.name + ".lock"))
+    beside = database.with_name(database.name + ".lock")
+    beside.open("a").close()  # where it cannot be written, FileLock would wait for ever
+    lock = FileLock(beside)
     deadline = None if patience is None else time.monotonic() + patience
     said = False
     while True:
@@ -243,12 +253,32 @@ def _create(database: Path) -> None:
     scratch = Path(name)
     try:
         store: Any = SqlAlchemyStore  # MLflow has no types here
-        store(f"sqlite:///{scratch}", (database.parent / "mlruns").as_uri()).engine.dispose()
+        root = (database.parent / "mlruns").as_uri()
+        store(f"sqlite:///{scratch}", root).engine.dispose()
         scratch.chmod(0o644)
         scratch.rename(database)
+        # MLflow keeps one pool of connections per address: one to a file that was deleted here must not be used again
+        store(f"sqlite:///{database}", root).engine.dispose()
     finally:
         for left in database.parent.glob(f"{scratch.name}*"):
             left.unlink(missing_ok=True)
+
+
+def _check(database: Path) -> None:
+    """Open the database once: where that fails, MLflow tries for minutes."""
+    with closing(sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True, timeout=_CONNECT_S)) as connection:
+        connection.execute("PRAGMA schema_version")
+
+
+def _knock(uri: str) -> None:
+    """Connect to the server of a URI once, unless it lies behind a proxy: MLflow itself tries for minutes."""
+    import requests
+
+    parts = urlsplit(uri)
+    port = parts.port or _PORTS.get(parts.scheme.partition("+")[0])
+    if parts.hostname is None or port is None or requests.utils.get_environ_proxies(uri):
+        return
+    socket.create_connection((parts.hostname, port), timeout=_CONNECT_S).close()
 
 
 @contextmanager
@@ -271,17 +301,20 @@ def _translated(uri: str) -> Iterator[None]:
 
 
 def _is_mlflows(error: Exception) -> bool:
+    if isinstance(error, sqlite3.Error | OSError):  # among them what requests raises
+        return True
+    if "mlflow" not in sys.modules:
+        return False
     from mlflow.exceptions import MlflowException
-    from requests.exceptions import RequestException
     from sqlalchemy.exc import SQLAlchemyError
 
-    return isinstance(error, MlflowException | RequestException | SQLAlchemyError | OSError)
+    return isinstance(error, MlflowException | SQLAlchemyError)
 
 
 def _hint(uri: str, reason: str) -> str:
     if "out-of-date database schema" in reason:
         return f"back the database up, then: mlflow db upgrade {mask(uri)}"
-    if uri.startswith("http"):
+    if not uri.startswith("sqlite:"):
         return "start the server, or point tracking.uri or MLFLOW_TRACKING_URI elsewhere"
     return "check that the file is an MLflow database that you can write to, and that the disk is not full"
 
