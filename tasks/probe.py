@@ -29,9 +29,10 @@ from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.firewalls.origin import module_of
 from enginesmith.tasks.graph import half, io
 from enginesmith.tasks.graph.layers import Error, Figure, LayerRow, LayerTable, LossyConstant, Values
+from enginesmith.tasks.graph.sums import largest_sums
 from enginesmith.tasks.metric import Drop, Metric, MetricRef, Score, load_metric
 from enginesmith.tasks.progress import Bar
-from enginesmith.tasks.runner import Gatherer
+from enginesmith.tasks.runner import Gatherer, OnnxRunner
 from enginesmith.tasks.stage import Stage
 from enginesmith.tasks.store import Artifact
 
@@ -55,6 +56,7 @@ class ProbeReport(BaseModel):
     all_fp16_drop: Figure | None
     all_fp16: Error
     overflowing: list[str]
+    accumulation_risk: list[str]
     lossy_constants: list[str]
     worst: dict[str, Figure]
 
@@ -103,7 +105,7 @@ def probe(
         raise EnginesmithError("there are no samples to probe with", key="data", hint="the search set is empty")
     wanted = segments or min(_MOST_SEGMENTS, math.ceil(len(half.candidates(model)) / _NODES_PER_SEGMENT))
     switched = half.SwitchedModel(model, segments=wanted, threads=threads)
-    return _Probe(half.prepared(model), switched, dataset, metric).table()
+    return _Probe(half.prepared(model), switched, dataset, metric, threads).table()
 
 
 @dataclass
@@ -221,6 +223,7 @@ class _Found:
     cumulative: dict[str, _Deviation] = field(default_factory=dict)
     local: dict[str, _Deviation] = field(default_factory=dict)
     effects: dict[str, _Effect] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
 
 
 class _Shelf:
@@ -251,12 +254,18 @@ class _Probe:
     """One probing of one model; `table` runs it."""
 
     def __init__(
-        self, prepared: ir.Model, switched: half.SwitchedModel, dataset: Dataset, metric: Metric | None
+        self,
+        prepared: ir.Model,
+        switched: half.SwitchedModel,
+        dataset: Dataset,
+        metric: Metric | None,
+        threads: int | None,
     ) -> None:
         self._model = prepared
         self._switched = switched
         self._dataset = dataset
         self._metric = metric
+        self._threads = threads
         self._feeds = list(dataset.feeds(_batch(dataset)))
         self._holder = _holders(prepared)
         self._results = {str(node.name): _float_results(node) for node in prepared.graph.all_nodes()}
@@ -264,7 +273,8 @@ class _Probe:
 
     def table(self) -> LayerTable:
         nodes = len(self._switched.nodes)
-        with progress.track("probe", total=(nodes + 3) * len(self._feeds)) as bar:
+        with progress.track("probe", total=(nodes + 4) * len(self._feeds)) as bar:
+            self._add_up(bar)
             self._exact = self._predict((), bar)
             self._score = self._judge(self._exact)
             together = self._effect(self._predict(self._switched.nodes, bar))
@@ -337,6 +347,20 @@ class _Probe:
         deviation = self._found.local.setdefault(name, _Deviation())
         for tensor in results:
             deviation.add(self._counted(tensors[tensor], feed, count), self._counted(exact[tensor], feed, count))
+
+    def _add_up(self, bar: Bar) -> None:
+        """The largest sums inside of operators, over all feeds."""
+        graph, names = largest_sums(self._model)
+        if not names:
+            return
+        with OnnxRunner(graph, threads=self._threads) as runner:
+            for feed, _ in self._feeds:
+                sums = runner.run({name: feed[name] for name in runner.inputs})
+                for node, output in names.items():
+                    value = float(sums[output])
+                    known = self._found.sums.get(node, 0.0)
+                    self._found.sums[node] = max(known, math.inf if math.isnan(value) else value)
+                bar.advance()
 
     def _observe(self, tensors: Mapping[str, Array], feed: Mapping[str, Array], count: int) -> None:
         for name, value in tensors.items():
@@ -433,6 +457,7 @@ class _Probe:
                 if tally.overflow or tally.vanish or tally.subnormal
             ),
             outputs=None if holder else _merged([tensors[t] for t in self._results[name]]),
+            accumulated=found.sums.get(name),
             local=found.local[name].error() if name in found.local and shown else None,
             end=None if effect is None else effect.end,
             drop=None if effect is None or effect.drop is None else effect.drop.value,
@@ -516,6 +541,12 @@ def _lossy(position: int, value: ir.Value, tally: _Tally) -> LossyConstant:
     )
 
 
+def _accumulates_too_much(row: LayerRow) -> bool:
+    """Whether FP16 accumulators could overflow where the results do not."""
+    fits = row.outputs is not None and not row.outputs.overflow
+    return fits and row.accumulated is not None and row.accumulated > half.LARGEST
+
+
 def _matters(constant: LossyConstant) -> bool:
     """Whether a constant is worth a line: it overflows, or most of it is too small (a few tiny weights are usual)."""
     return bool(constant.overflow) or 2 * (constant.vanish + constant.subnormal) > constant.elements
@@ -534,6 +565,7 @@ def _report(table: LayerTable) -> ProbeReport:
         all_fp16_drop=table.drop,
         all_fp16=table.end,
         overflowing=[row.name for row in table.candidates if row.outputs is not None and row.outputs.overflow],
+        accumulation_risk=[row.name for row in table.candidates if _accumulates_too_much(row)],
         lossy_constants=[row.name for row in table.candidates if any(map(_matters, row.lossy))],
         worst={row.name: row.drop or 0.0 for row in ranked[:_SHOWN]},
     )

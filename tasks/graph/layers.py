@@ -107,6 +107,9 @@ class LayerRow(_Row):
         constants: its float32 constants; None when it has none.
         lossy: those of them that FP16 does not hold.
         outputs: its float32 results; None when it has none, or is inside of a body.
+        accumulated: largest sum of the magnitudes of the terms that it adds up (`tasks/graph/sums.py`): above 65504 an
+            FP16 accumulator may overflow although the result fits. No FP16 figure here assumes such an accumulator.
+            None for operators that add up nothing, and inside of bodies.
         local: this node alone in FP16, on the tensors of the FP32 model: error of its results (of the results of
             `body` when it is inside of one). None when it is no candidate or has no float32 result.
         end: this node alone in FP16: error of the model's outputs, labels included. None when it is no candidate.
@@ -127,6 +130,7 @@ class LayerRow(_Row):
     constants: Values | None = None
     lossy: tuple[LossyConstant, ...] = ()
     outputs: Values | None = None
+    accumulated: Figure | None = None
     local: Error | None = None
     end: Error | None = None
     drop: Figure | None = None
