@@ -93,6 +93,10 @@ def pareto_plot(rows: Sequence[VariantRow], *, max_drop: float, title: str) -> s
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         _cloud(speed, rows, lambda r: r.latency_p50_ms, max_drop)
         _cloud(size, rows, lambda r: None if r.size_bytes is None else r.size_bytes / 1e6, max_drop)
+        bottom, top = speed.get_ylim()  # shared, and final only now
+        for axes in (speed, size):
+            axes.axhspan(bottom, max_drop, color="#55a868", alpha=0.08, linewidth=0)
+        speed.set_ylim(bottom, top)
         speed.set_xlabel("latency p50 (ms)")
         size.set_xlabel("size (MB)")
         speed.set_ylabel("drop against FP32")
@@ -163,9 +167,6 @@ def _cloud(axes: Axes, rows: Sequence[VariantRow], cost: Callable[[VariantRow], 
     axes.grid(color="#e5e5e5", linewidth=0.6)
     if shown:
         axes.margins(x=0.15, y=0.2)
-        bottom, top = axes.get_ylim()
-        axes.axhspan(bottom, max_drop, color="#55a868", alpha=0.08, linewidth=0)
-        axes.set_ylim(bottom, top)
     else:
         axes.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color=_LINE)
 

@@ -209,7 +209,13 @@ def table(rows: Sequence[VariantRow], *, metric: str = "metric") -> Table:
     for heading in _headings(metric):
         text = heading in ("target", "variant", "evidence", "verdict")
         folds = heading in ("target", "verdict")  # where a narrow terminal wraps: numbers stay whole
-        result.add_column(heading, justify="left" if text else "right", no_wrap=not folds, overflow="fold")
+        result.add_column(
+            heading,
+            justify="left" if text else "right",
+            no_wrap=not folds,
+            min_width=8 if heading == "verdict" else None,
+            overflow="fold",
+        )
     notes = _numbered(rows)
     for row, previous in zip(rows, [None, *rows[:-1]], strict=True):
         first = previous is None or previous.target != row.target
@@ -363,7 +369,7 @@ def _cells(row: VariantRow, notes: Sequence[int]) -> list[str]:
     return [
         row.target,
         row.variant,
-        _ABSENT if row.size_bytes is None else f"{row.size_bytes / 1e6:.2f}",
+        _number(None if row.size_bytes is None else row.size_bytes / 1e6),
         _metric(row.metric),
         _drop(row),
         _ABSENT if None in shares else _percentages([s or 0.0 for s in shares]),
