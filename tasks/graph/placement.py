@@ -7,7 +7,7 @@ per tensor that somebody reads in the precision it does not have (the Cast is sh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx  # type: ignore[import-untyped]
@@ -142,15 +142,14 @@ def half_form(node: ir.Node, opsets: Mapping[str, int]) -> Form | None:
         node.op_type, domain=node.domain, max_inclusive_version=opsets.get(node.domain, 0)
     ):
         return None
-    present = [value for value in (*node.inputs, *node.outputs) if value is not None and value.name]
-    if not all(isinstance(value.type, ir.TensorType) for value in present):
-        return None
-    read, written = operands(node, opsets), results(node, opsets)
-    if not (read or written):
-        return None
     schema = onnx.defs.get_schema(node.op_type, opsets[node.domain], node.domain)
-    bound = {schema.inputs[min(i, len(schema.inputs) - 1)].type_str for i in read}
-    own = {schema.outputs[min(i, len(schema.outputs) - 1)].type_str for i in written}
+    read, written = operands(node, opsets), results(node, opsets)
+    if not (read or written) or not (
+        _only_tensors(node.inputs, schema.inputs) and _only_tensors(node.outputs, schema.outputs)
+    ):
+        return None
+    bound = {_formal(schema.inputs, i).type_str for i in read}
+    own = {_formal(schema.outputs, i).type_str for i in written}
     if own <= bound or _DTYPE_ATTRIBUTES & set(schema.attributes):
         return Form(read, written)
     return None
@@ -390,3 +389,17 @@ def _fits_exactly(value: ir.Value) -> bool:
     array = tensor.numpy()
     with np.errstate(over="ignore"):
         return bool(np.array_equal(array.astype(np.float16).astype(np.float32), array, equal_nan=True))
+
+
+def _only_tensors(values: Sequence[ir.Value | None], parameters: Sequence[onnx.defs.OpSchema.FormalParameter]) -> bool:
+    """Whether all values are tensors of known type, and the operator takes tensors there."""
+    return all(
+        isinstance(value.type, ir.TensorType) and any(t.startswith("tensor(") for t in _formal(parameters, i).types)
+        for i, value in enumerate(values)
+        if value is not None and value.name
+    )
+
+
+def _formal(parameters: Sequence[onnx.defs.OpSchema.FormalParameter], index: int) -> onnx.defs.OpSchema.FormalParameter:
+    """The formal parameter of an actual one: the last one takes all that follow when it is variadic."""
+    return parameters[min(index, len(parameters) - 1)]

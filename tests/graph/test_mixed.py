@@ -296,6 +296,45 @@ SCAN = (
 )
 
 
+FOREIGN = '<ir_version: 8, opset_import: ["": 18, "com.microsoft": 1]>'
+ODD = {
+    "foreign": "{ a = Exp(x) b = com.microsoft.Gelu(a) y = Tanh(b) }",
+    "castlike": "{ a = Exp(x) i = Cast <to = 7> (x) b = CastLike(i, a) y = Mul(a, b) }",
+    "eyelike": "{ a = EyeLike(x) b = Exp(x) y = Add(a, b) }",
+    "topk": "{ a = Exp(x) k = Constant <value_ints = [4]> () y, i = TopK(a, k) }",
+    "double": "{ d = Cast <to = 11> (x) a = Cast <to = 1> (d) y = Tanh(a) }",
+    "argmax": "{ a = Exp(x) m = ArgMax <axis = 1> (a) f = Cast <to = 9> (m) g = Cast <to = 1> (f) y = Mul(a, g) }",
+    "quantized": "{ a = Exp(x) s = Constant <value_float = 0.013> () z = Constant <value = int8 {0}> () "
+    "q = QuantizeLinear(a, s, z) d = DequantizeLinear(q, s, z) y = Tanh(d) }",
+}
+
+
+@pytest.mark.parametrize("body", ODD.values(), ids=ODD)
+def test_odd_operators_are_typed_as_they_are_emulated(body: str) -> None:
+    proto = parser.parse_model(f"{FOREIGN} g (float[2,4] x) => (float[2,4] y) {body}")
+    model = ir.from_proto(proto)
+    for node in model.graph:
+        node.name = node.outputs[0].name
+    x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+    level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    switched = SwitchedModel(model, level=level)
+    for size in range(len(switched.nodes) + 1):
+        for half in itertools.combinations(switched.nodes, size):
+            mixed = to_mixed(model, half)
+            check(mixed)
+            emulated = OnnxRunner(emulate(mixed), level=level).run({"x": x})["y"]
+            np.testing.assert_array_equal(emulated, switched.forward({"x": x}, half)["y"], err_msg=str(half))
+
+
+def test_sequences_have_no_half_form() -> None:
+    model = graph(
+        "g (float[2] x) => (float[4] y) { a = Exp(x) s = SequenceConstruct(a, x) c = ConcatFromSequence <axis = 0> (s) "
+        "y = Tanh(c) }"
+    )
+    with pytest.raises(EnginesmithError, match="no FP16 form"):
+        to_mixed(model, {"s"})
+
+
 class TestBodies:
     @pytest.mark.parametrize("size", range(5))
     def test_if_with_every_choice_of_halves(self, size: int) -> None:
