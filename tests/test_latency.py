@@ -59,7 +59,7 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.fixture(scope="module")
 def data(bank: Store) -> Artifact:
-    return DATA(store=store, calibration=None, evaluation=None, search=None, files=(), inputs=INPUTS, seed=0, samples=8)
+    return DATA(store=bank, calibration=None, evaluation=None, search=None, files=(), inputs=INPUTS, seed=0, samples=8)
 
 
 @pytest.fixture
