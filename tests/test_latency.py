@@ -62,12 +62,12 @@ def data(bank: Store) -> Artifact:
     return DATA(store=bank, calibration=None, evaluation=None, search=None, files=(), inputs=INPUTS, seed=0, samples=8)
 
 
-@pytest.fixture
-def engine(store: Store) -> Callable[[str], TimedEngine]:
+@pytest.fixture(scope="module")
+def engine(bank: Store) -> Callable[[str], TimedEngine]:
     def make(variant: str, operator: str = "Relu") -> TimedEngine:
         built = BUILD(
-            store=store,
-            model=MODEL(store=store, operator=operator),
+            store=bank,
+            model=MODEL(store=bank, operator=operator),
             variant=variant,
             inputs=INPUTS,
             backend="onnxruntime",
