@@ -244,10 +244,10 @@ class _PlanSearch:
 
         The probe's few samples decide where they leave no doubt: twice the standard error away from layer_drop, or
         measured on the whole search set. Doubtful ones are measured on the whole search set, the most harmful first, at
-        most log2(nodes) of them; the probe's figure stands for the rest.
+        most log2(nodes) + 4 of them; the probe's figure stands for the rest.
         """
         over: list[str] = []
-        checks = math.floor(math.log2(max(len(self._open), 1)))
+        checks = math.floor(math.log2(max(len(self._open), 1))) + 4
         suspects = [r for n in self._open if (r := self._rows[n]).drop is not None and r.drop > self._layer_drop]
         for row in sorted(suspects, key=_harm, reverse=True):
             drop = row.drop or 0.0
