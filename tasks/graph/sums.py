@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from enginesmith.tasks.graph.half import is_constant, prepared
+from enginesmith.tasks.graph.fp16 import is_constant, prepared
 
 _FLOAT = ir.DataType.FLOAT
 
