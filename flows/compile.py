@@ -65,4 +65,4 @@ def _tags() -> dict[str, str]:
 
 
 def _call_task(label: str, function: Any, **inputs: Any) -> Any:
-    return task(name=label, cache_policy=NO_CACHE, persist_result=False)(function)(**inputs)
+    return task(name=label, task_run_name=label, cache_policy=NO_CACHE, persist_result=False)(function)(**inputs)
