@@ -16,6 +16,7 @@ from enginesmith.tasks.feeds import MAX_BYTES, Array, Layout, TargetKind, Target
 
 FEEDS = "feeds.json"
 MAX_SAMPLES = 1_000_000
+_COINS = 4096
 
 
 class ColumnReport(BaseModel):
@@ -164,9 +165,11 @@ class Dealer:
             self.judge.finish(f"{source}, verdict half")
 
     def _is_search(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        pairs = np.unique(indices // 2)
-        coins = {int(p): int(np.random.default_rng([self._seed, int(p)]).integers(2)) for p in pairs}
-        return np.array([i % 2 == coins[int(i) // 2] for i in indices])
+        pairs = indices // 2
+        blocks = np.arange(pairs[0] // _COINS, pairs[-1] // _COINS + 1)
+        coins = np.concatenate([np.random.default_rng([self._seed, int(b)]).integers(2, size=_COINS) for b in blocks])
+        found: npt.NDArray[np.bool_] = indices % 2 == coins[pairs - blocks[0] * _COINS]
+        return found
 
 
 class _TargetWriter:

@@ -97,7 +97,7 @@ class _Lines:
         now = time.monotonic()
         if now - self.said >= 10:
             self.said = now
-            share = f"{self.done / self.total:.0%}" if self.total else f"{self.done:g}"
+            share = f"{self.done / self.total:.0%}" if self.total else f"{self.done:.0f}"
             note(f"{self.description}: {share}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginesmith.tasks import columns
+from enginesmith.tasks import columns, feeds
 from enginesmith.tasks.data import DATA, Dataset, data_source, keyed_files, load_dataset
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.settings import DimSettings, InputSettings
@@ -569,6 +570,24 @@ class TestKey:
 
     def test_one_line_of_data_code_changes_the_key(self, prepare: Prepare) -> None:
         assert prepare(NUMBERED).key != prepare(NUMBERED.replace("np.arange(10)", "np.zeros(10)")).key
+
+
+def test_memory_does_not_grow_with_the_set(prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MB in a generator and 64 MB in a compressed .npz, in pieces of 1 MB, take a few pieces of memory."""
+    monkeypatch.setattr(feeds, "CHUNK_BYTES", 1 << 20)
+    np.savez_compressed(tmp_path / "e.npz", x=np.zeros((1 << 11, 1 << 13), np.float32))
+    tracemalloc.start()
+    try:
+        data = prepare(
+            "def f():\n    for i in range(64): yield np.full((32, 1 << 13), i, np.float32)",
+            evaluation="e.npz",
+            inputs={"x": InputSettings(shape=("batch", 1 << 13), dims={"batch": BATCH})},
+        )
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert data.size > 128 << 20
+    assert peak < 24 << 20
 
 
 def dataset(count: int, *, low: int = 1, opt: int = 4, high: int = 8, targets: Any = None) -> Dataset:
