@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
@@ -86,6 +87,7 @@ def trace_flow(module: nn.Module, feeds: Mapping[str, torch.Tensor]) -> Flow:
         feeds: one feed, by input name; at least two samples where the batch is free, so that axes can be told apart.
     """
     problems = []
+    module = copy.deepcopy(module)  # a forward that keeps what it computes would keep symbols
     for record, evidence in ((_symbolic, "traced"), (_exported, "exported")):
         try:
             with torch.no_grad(), warnings.catch_warnings():

@@ -541,10 +541,13 @@ def _bypass(node: ir.Node) -> None:
 
 
 def _drop_unused(graph: ir.Graph | ir.Function, values: Sequence[ir.Value | None]) -> None:
-    """Remove initializers of the graph that nobody reads any more."""
+    """Remove initializers and Constant nodes of the graph that nobody reads any more."""
     for value in values:
         if value is None or value.name is None or value.uses() or value.is_graph_output():
             continue
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Constant" and producer.graph is graph:
+            graph.remove(producer, safe=True)
         if isinstance(graph, ir.Graph) and graph.initializers.get(value.name) is value:
             graph.initializers.pop(value.name)
 
