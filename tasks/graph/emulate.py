@@ -27,7 +27,8 @@ def emulate(model: ir.Model) -> ir.Model:
     common.InlinePass()(copy)
     common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(copy)
     nodes = list(copy.graph.all_nodes())
-    declared = [index for index, value in enumerate(copy.graph.outputs) if value.dtype == HALF]
+    outputs = enumerate(copy.graph.outputs)
+    declared = [index for index, value in outputs if value.dtype == HALF and not value.is_graph_input()]
     halves = {value for node in nodes for value in node.outputs if value.dtype == HALF}
     for graph in copy.graphs():
         for value in graph.initializers.values():

@@ -504,6 +504,34 @@ def test_nodes_in_the_body_of_a_loop_are_candidates() -> None:
     assert switched.forward({"x": np.ones(1, F32)}, ["step"])["y"] == np.inf
 
 
+def test_nodes_in_the_body_of_a_scan_are_candidates() -> None:
+    body = helper.make_graph(
+        [
+            helper.make_node("Add", ["sum", "item"], ["next"], name="add"),
+            helper.make_node("Identity", ["next"], ["partial"], name="keep"),
+        ],
+        "body",
+        [value_info("sum", np.zeros(1, F32)), value_info("item", np.zeros(1, F32))],
+        [value_info("next", np.zeros(1, F32)), value_info("partial", np.zeros(1, F32))],
+    )
+    scan = helper.make_node("Scan", ["start", "x"], ["last", "y"], body=body, num_scan_inputs=1, name="scan")
+    x = np.array([[2048.0], [1.0], [1.0]], F32)
+    switched = half.SwitchedModel(model_of([scan], {"x": x}, {"start": np.zeros(1, F32)}))
+    assert switched.nodes == ("add", "keep")
+    assert switched.forward({"x": x}, ())["y"].ravel().tolist() == [2048, 2049, 2050]
+    assert switched.forward({"x": x}, ["add"])["y"].ravel().tolist() == [2048, 2048, 2048]
+    assert switched.forward({"x": x}, ["keep"])["y"].ravel().tolist() == [2048, 2048, 2050]
+
+
+def test_an_fp16_input_that_is_an_output_too_stays_as_it_is() -> None:
+    x = np.array([1.0, 2.0], F16)
+    model = model_of([node("Add", "x", "x")], {"x": x}, outputs=("y", "x"))
+    outputs = OnnxRunner(half.emulate(model)).run({"x": x})
+    assert outputs["x"].dtype == outputs["y"].dtype == F16
+    assert outputs["y"].tolist() == [2, 4]
+    assert outputs["x"].tolist() == [1, 2]
+
+
 def test_emulating_leaves_integer_and_float32_parts_alone_and_keeps_names_and_types() -> None:
     nodes = [
         helper.make_node("Cast", ["x"], ["h"], to=TensorProto.FLOAT16),
