@@ -18,7 +18,7 @@ from onnx import numpy_helper, parser
 from pydantic import BaseModel
 
 from enginesmith.tasks import progress
-from enginesmith.tasks.data import DATA, Dataset
+from enginesmith.tasks.data import DATA, Dataset, load_dataset
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.fallback import FALLBACK, Judge, make_plan, pinned_nodes
 from enginesmith.tasks.graph import io
@@ -326,21 +326,23 @@ def write_model(out: Path, *, model: Given) -> Written:
 class TestStage:
     TEXT = "g (float[n,1,64] x) => (float[n,1,1] y) { a = Mul(x, k) s = ReduceSum(a, axes) m = Mul(s, r) y = Tanh(m) }"
 
-    def artifact(self, store: Store, tmp_path: Path, settings: Fp16Settings | None = None) -> Artifact:
-        source = graph(self.TEXT, k=1.0, axes=np.array([2]), r=1e-5)
-        model = Stage("simplify", 1, write_model)(store=store, model=Given(source))
-        np.savez(tmp_path / "evaluation.npz", x=np.abs(normal(64, 1, 64, scale=3000)))
-        inputs = {"x": InputSettings(shape=("n", 1, 64), dims={"n": DimSettings(min=1, opt=8, max=16)})}
-        data = DATA(
+    def data(self, store: Store, tmp_path: Path) -> Artifact:
+        return DATA(
             store=store,
             calibration=None,
             evaluation=SourceFile.of(tmp_path / "evaluation.npz"),
             search=None,
             files=(),
-            inputs=inputs,
+            inputs={"x": InputSettings(shape=("n", 1, 64), dims={"n": DimSettings(min=1, opt=8, max=16)})},
             seed=0,
             samples=8,
         )
+
+    def artifact(self, store: Store, tmp_path: Path, settings: Fp16Settings | None = None) -> Artifact:
+        source = graph(self.TEXT, k=1.0, axes=np.array([2]), r=1e-5)
+        model = Stage("simplify", 1, write_model)(store=store, model=Given(source))
+        np.savez(tmp_path / "evaluation.npz", x=np.abs(normal(64, 1, 64, scale=3000)))
+        data = self.data(store, tmp_path)
         reference = REFERENCE(store=store, model=model, data=data, metric=AGREEMENT)
         table = PROBE(store=store, model=model, data=data, reference=reference, metric=AGREEMENT, samples=16)
         return FALLBACK(
@@ -369,6 +371,16 @@ class TestStage:
         assert artifact.report["within_budget"]
         for variant in ("fp16", "mixed"):
             onnx.checker.check_model(str(artifact.path / variant / "model.onnx"), full_check=True)
+
+    def test_the_mixed_file_scores_what_the_plan_says(self, store: Store, tmp_path: Path) -> None:
+        artifact = self.artifact(store, tmp_path)
+        dataset = load_dataset(self.data(store, tmp_path), "search")
+        metric = Metric(AGREEMENT)
+        exact = np.tanh(np.asarray(dataset.inputs["x"]).sum(-1, keepdims=True) * np.float32(1e-5))
+        for variant, drop in (("fp16", load_plan(artifact.path).start_drop), ("mixed", load_plan(artifact.path).drop)):
+            outputs = OnnxRunner(emulate(io.load(artifact.path / variant))).predict(dataset)
+            score = metric(outputs, dataset, {"y": exact})
+            assert 1 - score.value == pytest.approx(drop, abs=1e-5)
 
     def test_same_inputs_same_bytes(self, store: Store, tmp_path: Path) -> None:
         again = Store(tmp_path / "again")

@@ -60,6 +60,8 @@ def convert(model: ir.Model, half: Collection[str]) -> Conversion:
         if isinstance(error.__cause__, EnginesmithError):
             raise error.__cause__ from None
         raise
+    except ir.passes.PostconditionError as error:
+        raise EnginesmithError(f"the typed graph does not pass the ONNX checker: {error.__cause__}") from error
     assert conversion.result is not None  # noqa: S101 - the pass ran
     return conversion.result
 
