@@ -266,7 +266,7 @@ def test_endless_loop_in_a_file_is_stopped(tmp_path, monkeypatch):
         [value("y", [4, 3])],
         [tensor("yes", True, np.bool_)],
     )
-    monkeypatch.setattr(export, "ADOPT_LIMITS", Limits(seconds=12))
+    monkeypatch.setattr(export.foreign, "LIMITS", Limits(seconds=12))
     with pytest.raises(EnginesmithError, match="did not finish in 12 s"):
         adopt(path, tmp_path, {"x": InputSettings(shape=(4, 3))})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,13 @@ from typing import Any
 import onnx_ir as ir
 from pydantic import BaseModel
 
-from enginesmith.tasks import child, progress
-from enginesmith.tasks.child import ChildError, Limits
+from enginesmith.tasks import progress
 from enginesmith.tasks.data import load_dataset
-from enginesmith.tasks.errors import EnginesmithError
-from enginesmith.tasks.export.foreign import adopt_file
+from enginesmith.tasks.export.foreign import adopt_apart
 from enginesmith.tasks.export.judge import Judgement, judge_module
 from enginesmith.tasks.firewalls.findings import BlockedError, Finding, blocking, in_order, save_findings
 from enginesmith.tasks.firewalls.operators import check_operators
-from enginesmith.tasks.firewalls.samples import cases_of, save_cases
+from enginesmith.tasks.firewalls.samples import cases_of
 from enginesmith.tasks.graph import io
 from enginesmith.tasks.settings import ExportSettings, InputSettings
 from enginesmith.tasks.stage import SourceFile, Stage
@@ -145,9 +142,6 @@ class AdoptReport(BaseModel):
     findings: tuple[Finding, ...]
 
 
-ADOPT_LIMITS = Limits(seconds=300, memory=12 << 30)
-
-
 def adopt_onnx(
     out: Path,
     *,
@@ -172,29 +166,11 @@ def adopt_onnx(
         EnginesmithError: not a readable ONNX file, external data outside its folder, or opening it crashed, hung or
             needed more than its limits.
     """
-    with tempfile.TemporaryDirectory(prefix="enginesmith-adopt-") as scratch, progress.track("adopt", 2) as bar:
-        save_cases(cases_of(load_dataset(data, "calibration"), inputs), Path(scratch))
-        try:
-            answer = child.call(
-                adopt_file,
-                limits=ADOPT_LIMITS,
-                what=f"opening {source.path.name}",
-                source=str(source.path),
-                out=str(out),
-                cases=scratch,
-                inputs={name: declared.model_dump(mode="json") for name, declared in inputs.items()},
-                tolerance=settings.tolerance,
-            )
-        except ChildError as error:
-            raise EnginesmithError(
-                error.found,
-                where=str(source.path),
-                key="model.checkpoint",
-                hint="an ONNX file is a program and runs under limits; check where this one comes from",
-                details=error.details,
-            ) from error
+    with progress.track("adopt", 2) as bar:
+        cases = cases_of(load_dataset(data, "calibration"), inputs)
+        adopted = adopt_apart(source.path, out, cases, inputs, settings.tolerance)
         bar.advance()
-        findings = tuple(Finding.model_validate(entry) for entry in answer["findings"])
+        findings = adopted.findings
         if not blocking(findings):
             findings += tuple(check_operators(out, backends))
         bar.advance()
@@ -203,9 +179,9 @@ def adopt_onnx(
     save_findings(findings, out)
     facts = graph_facts(io.load(out))
     return AdoptReport(
-        opset=(answer["opset_before"], facts.pop("opset")),
-        errors=answer["errors"],
-        compared=tuple(answer["cases"]),
+        opset=(adopted.opset_before, facts.pop("opset")),
+        errors=adopted.errors,
+        compared=adopted.cases,
         findings=tuple(in_order(findings)),
         **facts,
     )

@@ -5,7 +5,8 @@ An ONNX file is a program: its parser, shape inference and the run itself happen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -20,11 +21,15 @@ from onnx_ir.passes.common import (
     ShapeInferencePass,
     TopologicalSortPass,
 )
+from pydantic import BaseModel
 
+from enginesmith.tasks import child
+from enginesmith.tasks.child import ChildError, Limits
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.firewalls.dims import symbolic_shape
+from enginesmith.tasks.firewalls.experiment import Case
 from enginesmith.tasks.firewalls.findings import Finding, blocking
-from enginesmith.tasks.firewalls.samples import load_cases
+from enginesmith.tasks.firewalls.samples import load_cases, save_cases
 from enginesmith.tasks.firewalls.shape import Agreement, check_inputs, compare, name_output_dims
 from enginesmith.tasks.graph import io
 from enginesmith.tasks.graph.names import UniqueNodeNames
@@ -34,6 +39,58 @@ from enginesmith.tasks.settings import InputSettings
 KEY = "model.checkpoint"
 TARGET_OPSET = 18
 CONVERSION_TOLERANCE = 1e-5
+
+
+LIMITS = Limits(seconds=300, memory=12 << 30)
+
+
+class Adopted(BaseModel):
+    """What a child says of one file.
+
+    Attributes:
+        findings: no model.onnx was written when one of them blocks.
+        opset_before: the file's own.
+        errors: for each output its largest difference from the file as it came, relative to its range.
+        cases: what was compared, in words.
+    """
+
+    findings: tuple[Finding, ...]
+    opset_before: int
+    errors: dict[str, float] = {}
+    cases: tuple[str, ...] = ()
+
+
+def adopt_apart(
+    source: Path, out: Path, cases: Iterable[Case], inputs: Mapping[str, InputSettings], tolerance: float
+) -> Adopted:
+    """Run `adopt_file` in a child process.
+
+    Raises:
+        EnginesmithError: not a readable ONNX file, external data outside its folder, or opening it crashed, hung or
+            needed more than `LIMITS`.
+    """
+    with tempfile.TemporaryDirectory(prefix="enginesmith-adopt-") as scratch:
+        save_cases(cases, Path(scratch))
+        try:
+            answer = child.call(
+                adopt_file,
+                limits=LIMITS,
+                what=f"opening {source.name}",
+                source=str(source),
+                out=str(out),
+                cases=scratch,
+                inputs={name: declared.model_dump(mode="json") for name, declared in inputs.items()},
+                tolerance=tolerance,
+            )
+        except ChildError as error:
+            raise EnginesmithError(
+                error.found,
+                where=str(source),
+                key=KEY,
+                hint="an ONNX file is a program and runs under limits; check where this one comes from",
+                details=error.details,
+            ) from error
+    return Adopted.model_validate(answer)
 
 
 def adopt_file(source: str, out: str, cases: str, inputs: dict[str, Any], tolerance: float) -> dict[str, Any]:
@@ -57,7 +114,7 @@ def adopt_file(source: str, out: str, cases: str, inputs: dict[str, Any], tolera
         tolerance: for the comparison, relative to each output's range.
 
     Returns:
-        `findings`, `errors`, `cases`, `opset_before`; no model.onnx is written when a finding blocks.
+        `Adopted` as JSON.
 
     Raises:
         EnginesmithError: not a readable ONNX file, or external data outside its folder.
@@ -103,12 +160,10 @@ _NAME = "the file as it came"
 
 
 def _answer(findings: list[Finding], opset: int, agreement: Agreement | None = None) -> dict[str, Any]:
-    return {
-        "findings": [f.model_dump() for f in findings],
-        "opset_before": opset,
-        "errors": {} if agreement is None else agreement.errors,
-        "cases": [] if agreement is None else list(agreement.cases),
-    }
+    adopted = Adopted(findings=tuple(findings), opset_before=opset)
+    if agreement is not None:
+        adopted = adopted.model_copy(update={"errors": agreement.errors, "cases": agreement.cases})
+    return adopted.model_dump(mode="json")
 
 
 def read_foreign(path: Path) -> ir.Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,13 @@ from enginesmith.tasks.data import Dataset
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.export.binding import Binding, bind, flatten, to_tensors
 from enginesmith.tasks.export.clean import clean
-from enginesmith.tasks.export.exporters import Diagnosis, Exported, ExportFailedError, export_module
+from enginesmith.tasks.export.exporters import Diagnosis, Exported, ExportFailedError, Traced, export_module
 from enginesmith.tasks.firewalls.dims import declared_dims
 from enginesmith.tasks.firewalls.findings import Finding, blocking, in_order, readable_path
 from enginesmith.tasks.firewalls.operators import check_operators
 from enginesmith.tasks.firewalls.samples import cases_of, example_sizes, feed_of
 from enginesmith.tasks.firewalls.shape import check_inputs, compare, name_output_dims
+from enginesmith.tasks.firewalls.source import check_source
 from enginesmith.tasks.graph import io
 from enginesmith.tasks.runner import OnnxRunner
 from enginesmith.tasks.settings import ExportSettings, InputSettings
@@ -76,6 +77,61 @@ def judge_module(
     Raises:
         EnginesmithError: the declared inputs do not fit forward, or forward fails on the example.
     """
+    judgement = _judge(module, dataset, inputs, settings, backends, folder, roots)
+    findings = list(judgement.findings)
+    if judgement.blocked or (judgement.exported is not None and judgement.exported.exporter == "legacy"):
+        traced = judgement.exported.traced if judgement.exported is not None else ()
+        findings = with_suspicions(findings, check_source(module, inputs, roots), traced, roots)
+    return replace(judgement, findings=tuple(in_order(findings)))
+
+
+def with_suspicions(
+    findings: Sequence[Finding], suspicions: Sequence[Finding], traced: Sequence[Traced], roots: Sequence[Path]
+) -> list[Finding]:
+    """Add what the source says to an export that failed, differs, or was traced.
+
+    1. What blocks at no known place takes the place of the only suspicion that can explain it.
+    2. With something blocking, suspicions become findings: those that can explain it block too.
+    3. Otherwise (a traced graph that agrees with PyTorch) a suspicion blocks when it is about a value and the tracer
+       warned at the same line: a branch was frozen, and no input that was tried took the other side.
+    """
+    found = blocking(findings)
+    if not found:
+        frozen = {(readable_path(t.file, roots), t.line) for t in traced}
+        return [
+            *findings,
+            *(
+                s.model_copy(update={"severity": "block", "message": f"{s.message}; tracing froze it"})
+                for s in suspicions
+                if s.rule in _ABOUT_VALUES and (s.file, s.line) in frozen
+            ),
+        ]
+    known = {(f.file, f.line) for f in found if f.line}
+    explaining = [s for s in suspicions if s.rule != "control-flow/branch-on-size"]
+    if any(f.rule == "control-flow/data-dependent" for f in found):
+        explaining = [s for s in explaining if s.rule in _ABOUT_VALUES]
+    placed = [
+        f.model_copy(update={"file": explaining[0].file, "line": explaining[0].line, "module": explaining[0].module})
+        if f in found and not f.line and len(explaining) == 1
+        else f
+        for f in findings
+    ]
+    added = [s.model_copy(update={"severity": "block"}) if s in explaining else s for s in suspicions]
+    return [*placed, *(s for s in added if (s.file, s.line) not in known)]
+
+
+_ABOUT_VALUES = {"control-flow/branch-on-value", "control-flow/loop-on-value", "shape/value-as-number"}
+
+
+def _judge(
+    module: nn.Module,
+    dataset: Dataset,
+    inputs: Mapping[str, InputSettings],
+    settings: ExportSettings,
+    backends: Iterable[str],
+    folder: Path,
+    roots: Sequence[Path],
+) -> Judgement:
     binding = bind(module, inputs)
     dims = declared_dims(inputs)
     example = feed_of(dataset, inputs, example_sizes(dims))
