@@ -74,7 +74,7 @@ def compile_command(
 @_json
 def lint(pipeline: Path, as_json: bool) -> None:
     """Show what the firewalls find in PIPELINE's source and exported graph; exit code 1 when something blocks."""
-    from enginesmith.flows.order import lint_pipeline
+    from enginesmith.flows.lint import lint_pipeline
 
     findings = lint_pipeline(pipeline)
     if as_json:
@@ -82,6 +82,8 @@ def lint(pipeline: Path, as_json: bool) -> None:
     else:
         for finding in findings:
             click.echo(str(finding))
+            if finding.hint:
+                click.echo(f"  {finding.hint}")
         click.echo(f"{len(findings)} findings" if findings else "nothing found")
     if any(finding.severity == "block" for finding in findings):
         raise click.exceptions.Exit(1)
@@ -274,6 +276,54 @@ def calibrate(
     with workbench(model, feeds, dims=ranges(dims), near=out) as bench:
         artifact = CALIBRATE(store=bench.store, model=bench.model, data=bench.data, settings=settings)
         _report(artifact, put(artifact, out), as_json)
+
+
+@_model_command("build", data=False)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--backend", "name", default="onnxruntime", show_default=True, help="What builds: see docs/engines.md.")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the backend (YAML value).")
+@click.option("--variant", default="fp32", show_default=True, help="Which variant the file is, for the manifest.")
+def build(
+    model: Path,
+    out: Path,
+    feeds: Path | None,
+    name: str,
+    options: tuple[str, ...],
+    variant: str,
+    dims: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Build MODEL (.onnx) as it stands, precision and all, and put the engine into the folder OUT."""
+    from enginesmith.flows.workbench import option_values, put, ranges, workbench
+    from enginesmith.tasks.backends import find_backend
+    from enginesmith.tasks.build import BUILD
+
+    with workbench(model, feeds, dims=ranges(dims), near=out) as bench:
+        artifact = BUILD(
+            store=bench.store,
+            model=bench.model,
+            variant=variant,
+            inputs=bench.inputs,
+            backend=name,
+            options=option_values(options),
+            fingerprint=dict(find_backend(name).fingerprint()),
+        )
+        _report(artifact, put(artifact, out), as_json)
+
+
+@_model_command("measure")
+@click.option(
+    "--reference", "baseline", type=click.Path(path_type=Path), help="FP32 model to compare with; else MODEL."
+)
+def measure(model: Path, feeds: Path, metric: str, baseline: Path | None, dims: tuple[str, ...], as_json: bool) -> None:
+    """Compute the metric of MODEL (.onnx; FP16 tensors are emulated) on the feeds, and its drop against FP32."""
+    from enginesmith.flows.workbench import ranges, workbench
+    from enginesmith.tasks.measure import MEASURE
+
+    with workbench(baseline or model, feeds, metric=metric, dims=ranges(dims)) as bench:
+        candidate = bench.adopt(model) if baseline else bench.model
+        artifact = MEASURE(store=bench.store, model=candidate, engine=None, backend=None, **bench.judged)
+        _report(artifact, feeds, as_json)
 
 
 def _one_stage(stage: StageName, pipeline: Path, out: Path, checkpoint: Path | None, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -188,7 +188,7 @@ def _steps(plan: Plan, step: Callable[..., Any]) -> None:
             ADOPT, source=plan.source, data=data, inputs=inputs, settings=settings.export, backends=backends
         )
     else:
-        factory = _factory(plan.pipeline)
+        factory = factory_of(plan.pipeline)
         weights = step(SLIM, checkpoint=plan.source, **_slim_settings(plan.pipeline))
         data = step(DATA, **_data_inputs(plan.pipeline))
         folded = step(FOLD, weights=weights, factory=factory, data=data, inputs=inputs, settings=settings.fold)
@@ -262,7 +262,7 @@ def compile_plain(
         EnginesmithError: whatever went wrong, with its place in the file; the failure is recorded in MLflow.
     """
     with compiling(path, checkpoint=checkpoint, until=until) as plan:
-        compiled = run_stages(plan, _call_stage(plan.store))
+        compiled = run_stages(plan, plain_call(plan.store))
         finish(plan, compiled, _call_function, remeasure=remeasure)
         return compiled
 
@@ -270,22 +270,23 @@ def compile_plain(
 @contextmanager
 def compiling(path: Path, *, checkpoint: Path | None, until: StageName) -> Iterator[Plan]:
     """Load and plan a pipeline, its code importable; errors get their place and leave a failed MLflow run."""
-    with _watched(path) as pipeline:
+    with watched(path) as pipeline:
         yield make_plan(pipeline, checkpoint=checkpoint, until=until)
 
 
 def preflight(path: Path, checkpoint: Path | None = None) -> None:
     """Check what can be known without reading the checkpoint; errors are those of `compiling`."""
-    with _watched(path) as pipeline:
+    with watched(path) as pipeline:
         _checkpoint(pipeline, checkpoint)
         _targets(pipeline)
 
 
 @contextmanager
-def _watched(path: Path) -> Iterator[Pipeline]:
+def watched(path: Path, *, record: bool = True) -> Iterator[Pipeline]:
+    """Load a pipeline, its code importable; errors get their place and, with `record`, leave a failed MLflow run."""
     progress.reset()
     pipeline = load_pipeline(path)
-    with located(pipeline), recording_failure(pipeline), importable(pipeline.folder):
+    with located(pipeline), recording_failure(pipeline) if record else nullcontext(), importable(pipeline.folder):
         try:
             yield pipeline
         except BaseException:
@@ -413,7 +414,9 @@ def _call_function(label: str, function: Callable[..., Any], **inputs: Any) -> A
     return function(**inputs)
 
 
-def _call_stage(store: Store) -> Call:
+def plain_call(store: Store) -> Call:
+    """A `call` that runs each stage on the spot and says so."""
+
     def call(label: str, stage: Stage, **inputs: Any) -> Artifact:
         artifact = stage(store=store, **inputs)
         progress.note(said(label, artifact))
@@ -515,7 +518,8 @@ def _data_inputs(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def _factory(pipeline: Pipeline) -> UserCode:
+def factory_of(pipeline: Pipeline) -> UserCode:
+    """The code that gives the weights a shape."""
     factory = pipeline.settings.model.factory
     if factory is None:
         raise EnginesmithError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import yaml
 
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.settings import DimSettings, ExportSettings, InputSettings, MetricSettings, SimplifySettings
@@ -76,11 +77,15 @@ class Workbench:
     @cached_property
     def model(self) -> Artifact:
         """The model, checked and with named nodes."""
+        return self.adopt(self.source.path)
+
+    def adopt(self, path: Path) -> Artifact:
+        """An .onnx file with the same inputs, checked and with named nodes."""
         from enginesmith.tasks.export import ADOPT
 
         return ADOPT(
             store=self.store,
-            source=self.source,
+            source=onnx_source(path),
             data=self.data,
             inputs=self.inputs,
             settings=ExportSettings(),
@@ -152,6 +157,20 @@ def ranges(dims: Sequence[str]) -> dict[str, DimSettings]:
         if not 1 <= low <= best <= high:
             raise EnginesmithError(f"--dim {text} needs 1 <= MIN <= OPT <= MAX")
         found[name] = DimSettings(min=low, opt=best, max=high)
+    return found
+
+
+def option_values(options: Sequence[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` texts as values by name; a value is read as YAML."""
+    found: dict[str, Any] = {}
+    for text in options:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise EnginesmithError(f"--option {text} is not NAME=VALUE")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise EnginesmithError(f"--option {text}: {value!r} is no YAML value") from error
     return found
 
 
