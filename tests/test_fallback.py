@@ -19,14 +19,14 @@ from pydantic import BaseModel
 
 from enginesmith.tasks import progress
 from enginesmith.tasks.data import DATA, Dataset, load_dataset
-from enginesmith.tasks.errors import EnginesmithError
+from enginesmith.tasks.errors import EnginesmithError, Interrupted
 from enginesmith.tasks.fallback import FALLBACK, Judge, make_plan, pinned_nodes
 from enginesmith.tasks.graph import io
 from enginesmith.tasks.graph.half import SwitchedModel, emulate
 from enginesmith.tasks.graph.layers import LayerRow
 from enginesmith.tasks.graph.names import UniqueNodeNames
 from enginesmith.tasks.graph.plan import Plan, load_plan
-from enginesmith.tasks.metric import Metric, MetricRef
+from enginesmith.tasks.metric import Metric, MetricRef, Score
 from enginesmith.tasks.probe import PROBE, probe
 from enginesmith.tasks.reference import REFERENCE
 from enginesmith.tasks.runner import OnnxRunner
@@ -257,6 +257,16 @@ class TestSearch:
         assert fp32(plan) == {"a", "y"}
         assert {region.cause for region in plan.regions} == {cause}
         assert plan.within_budget
+
+    def test_the_user_can_stop_it(self) -> None:
+        model = graph("g (float[N,1,8] x) => (float[N,1,8] y) { y = Exp(x) }")
+        x = normal(16, 1, 8)
+        dataset = Dataset({"x": x}, None, True, 1, 16, 64)
+        table = probe(model, dataset, Metric(AGREEMENT))
+        judge = Judge(SwitchedModel(model), dataset, Metric(AGREEMENT), {"y": np.exp(x)}, Score(1.0))
+        progress.interrupt()
+        with pytest.raises(Interrupted):
+            make_plan(model, table, judge, Fp16Settings(), BudgetSettings())
 
     def test_a_reference_without_value_is_said(self) -> None:
         model = graph("g (float[N,1,8] x) => (float[N,1,8] y) { y = Log(x) }")

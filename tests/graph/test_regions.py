@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import numpy_helper, parser
 
 from enginesmith.tasks.graph import io
@@ -91,6 +93,35 @@ class TestClosed:
             w=[1e3, 1e3],
         )
         assert Regions(model, {"next": 1e9}).close(["next"]) == ("next", "y")
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[list[tuple[str, tuple[str, ...]]], dict[str, float], list[str]]:
+    """A random network of unary and binary nodes, the largest magnitude of each result, and some seeds."""
+    nodes: list[tuple[str, tuple[str, ...]]] = []
+    for i in range(draw(st.integers(1, 14))):
+        sources = ["x", *(name for name, _ in nodes)]
+        reads = tuple(draw(st.lists(st.sampled_from(sources), min_size=1, max_size=2)))
+        nodes.append((f"n{i}", reads))
+    names = [name for name, _ in nodes]
+    absmax = {name: draw(st.sampled_from([1.0, 6e4, 7e4, 1e9])) for name in names}
+    return nodes, absmax, draw(st.lists(st.sampled_from(names), min_size=1, max_size=3))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(networks())
+def test_no_value_at_a_border_overflows_and_nothing_is_taken_without_need(
+    case: tuple[list[tuple[str, tuple[str, ...]]], dict[str, float], list[str]],
+) -> None:
+    nodes, absmax, seeds = case
+    body = " ".join(f"{name} = {'Add' if len(reads) == 2 else 'Tanh'}({', '.join(reads)})" for name, reads in nodes)
+    region = set(Regions(graph(f"g (float[4] x) => (float[4] {nodes[-1][0]}) {{ {body} }}"), absmax).close(seeds))
+    linked = {frozenset((reader, name)) for reader, reads in nodes for name in reads if absmax.get(name, 0.0) >= 65520}
+    assert not any(len(link & region) == 1 < len(link) for link in linked)
+    reached = set(seeds)
+    while more := {name for link in linked if link & reached for name in link} - reached:
+        reached |= more
+    assert region == reached
 
 
 class TestPatterns:
