@@ -175,6 +175,9 @@ class _Deviation:
 
     def add(self, result: Array, exact: Array) -> None:
         self.elements += exact.size
+        if result.shape != exact.shape:
+            self.broken += max(exact.size, 1)
+            return
         with np.errstate(invalid="ignore", over="ignore"):
             noise, signal = _energy(result - exact), _energy(exact)
         if not (math.isfinite(noise) and math.isfinite(signal)):
@@ -188,7 +191,7 @@ class _Deviation:
 
     def error(self) -> Error:
         if self.broken:
-            return Error(sqnr_db=-math.inf, rel_l2=math.inf, nonfinite=self.broken / self.elements)
+            return Error(sqnr_db=-math.inf, rel_l2=math.inf, nonfinite=self.broken / max(self.elements, 1))
         if not self.noise:
             return Error(sqnr_db=math.inf, rel_l2=0.0, nonfinite=0.0)
         if not self.signal:
@@ -268,7 +271,7 @@ class _Probe:
         self._threads = threads
         self._feeds = list(dataset.feeds(_batch(dataset)))
         self._holder = _holders(prepared)
-        self._results = {str(node.name): _float_results(node) for node in prepared.graph.all_nodes()}
+        self._results = {str(node.name): _float_results(node) for node in prepared.graph} | switched.inside
         self._found = _Found()
 
     def table(self) -> LayerTable:
@@ -341,7 +344,7 @@ class _Probe:
         count: int,
     ) -> None:
         """One node in FP16, from the start of its segment to the end of the model, for one batch."""
-        results = self._results[self._holder.get(name, name)]
+        results = self._results_of(name)
         tensors = self._switched.forward(state, (name,), start=index, keep=results)
         gatherer.add({output: tensors[output] for output in self._switched.outputs}, feed, count)
         deviation = self._found.local.setdefault(name, _Deviation())
@@ -413,9 +416,23 @@ class _Probe:
 
     def _floats(self, segment: half.Segment) -> tuple[str, ...]:
         """Float32 tensors of the main graph that a segment computes, in order."""
-        return tuple(
-            name for node in self._model.graph for name in self._results[str(node.name)] if name in segment.tensors
-        )
+        return tuple(name for names in self._results.values() for name in names if name in segment.tensors)
+
+    def _results_of(self, name: str) -> tuple[str, ...]:
+        """The tensors of the main graph at which a node is judged: its own, or those of the node that holds it."""
+        return self._results[name] if name in self._results else self._results[self._holder[name]]
+
+    def _read(self, node: ir.Node) -> list[str]:
+        """Float32 tensors that a node reads, each once, constants excepted, by the names that they have in runs."""
+        names = []
+        for value in dict.fromkeys(node.inputs):
+            if value is None or value.dtype != ir.DataType.FLOAT or half.is_constant(value):
+                continue
+            producer = value.producer()
+            inside = () if producer is None else self._switched.inside.get(str(producer.name), ())
+            own = [] if producer is None else _float_results(producer)
+            names.append(inside[own.index(str(value.name))] if inside else str(value.name))
+        return names
 
     def _needed_after(self, index: int) -> set[str]:
         later = self._switched.segments[index + 1 :]
@@ -437,7 +454,7 @@ class _Probe:
         name = str(node.name)
         holder = self._holder.get(name, "")
         found = self._found
-        shown = self._results[holder or name]
+        shown = self._results_of(name)
         effect = found.effects.get(name)
         constants = _constants(node, self._model.opset_imports)
         tensors = found.tensors
@@ -449,14 +466,14 @@ class _Probe:
             body=holder,
             candidate=not reason,
             reason=reason,
-            operands=_merged([tensors[str(v.name)] for v in _read(node) if str(v.name) in tensors]),
+            operands=_merged([tensors[name] for name in self._read(node) if name in tensors]),
             constants=_merged([tally for _, _, tally in constants]),
             lossy=tuple(
                 _lossy(position, value, tally)
                 for position, value, tally in constants
                 if tally.overflow or tally.vanish or tally.subnormal
             ),
-            outputs=None if holder else _merged([tensors[t] for t in self._results[name]]),
+            outputs=_merged([tensors[t] for t in self._results.get(name, ())]),
             accumulated=found.sums.get(name),
             local=found.local[name].error() if name in found.local and shown else None,
             end=None if effect is None else effect.end,
@@ -505,15 +522,6 @@ def _holders(model: ir.Model) -> dict[str, str]:
 
 def _float_results(node: ir.Node) -> tuple[str, ...]:
     return tuple(str(value.name) for value in node.outputs if value.name and value.dtype == ir.DataType.FLOAT)
-
-
-def _read(node: ir.Node) -> list[ir.Value]:
-    """Float32 tensors that a node reads, each once, constants excepted."""
-    return [
-        value
-        for value in dict.fromkeys(node.inputs)
-        if value is not None and value.dtype == ir.DataType.FLOAT and not half.is_constant(value)
-    ]
 
 
 def _constants(node: ir.Node, opsets: Mapping[str, int]) -> list[tuple[int, ir.Value, _Tally]]:

@@ -316,7 +316,7 @@ def branching() -> ir.Model:
     return model_of(nodes, {"x": [1, 2]}, {"k": 300, "one": 1, "zero": 0, "small": 1e-3})
 
 
-def test_nodes_in_bodies_have_rows_and_are_judged_where_the_body_ends() -> None:
+def test_nodes_in_branches_have_figures_of_their_own() -> None:
     result = probe(branching(), samples(np.array([[[1.0, -2.0]]]), batched=False, batch_max=1))
     assert [row.name for row in result.rows] == ["top", "which", "if", "r", "p", "q", "y"]
     assert [row.body for row in result.rows] == ["", "", "", "if", "if", "if", ""]
@@ -324,20 +324,63 @@ def test_nodes_in_bodies_have_rows_and_are_judged_where_the_body_ends() -> None:
     assert not control.candidate
     assert "control flow" in control.reason
     assert control.outputs is not None
-    assert control.outputs.absmax == 180000
-    assert control.outputs.overflow == 1
+    assert (control.outputs.absmax, control.outputs.overflow) == (180000, 1)
     assert control.cumulative is not None
     assert control.cumulative.nonfinite == 1
-    inside = result.row("q")
-    assert inside.candidate
-    assert inside.outputs is None
-    assert inside.local is not None
-    assert inside.local.nonfinite == 1
-    assert inside.end is not None
-    assert inside.end.sqnr_db == -math.inf
+    first, second = result.row("p"), result.row("q")
+    assert first.candidate
+    assert first.outputs is not None
+    assert second.operands == first.outputs
+    assert (first.outputs.absmax, first.outputs.overflow) == (600, 0)
+    assert first.local is not None
+    assert first.local.rel_l2 == 0, "300 and 600 are FP16 values"
+    assert second.outputs is not None
+    assert second.outputs.overflow == 1
+    assert second.local is not None
+    assert second.local.nonfinite == 1
+    assert second.end is not None
+    assert second.end.sqnr_db == -math.inf
     unused = result.row("r")
+    assert unused.outputs is not None
+    assert unused.outputs.elements == 0
     assert unused.end is not None
     assert unused.end.rel_l2 == 0, "the branch that is not taken"
+
+
+def test_a_branch_that_goes_the_other_way_in_fp16_is_no_exact_result() -> None:
+    """1e-9 is above 0 in FP32 and not in FP16."""
+    result = probe(branching(), samples(np.array([[[1e-9, -1.0]]]), batched=False, batch_max=1))
+    row = result.row("which")
+    assert row.end is not None
+    assert row.end.rel_l2 > 0
+    cumulative = result.row("p").cumulative
+    assert cumulative is not None
+    assert cumulative.sqnr_db == -math.inf
+
+
+def test_nodes_in_a_loop_are_judged_at_its_results() -> None:
+    body = helper.make_graph(
+        [op("Mul", "state k", "next"), op("Identity", "going", "still")],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("going", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("state", TensorProto.FLOAT, ["n", 1]),
+        ],
+        [
+            helper.make_tensor_value_info("still", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("next", TensorProto.FLOAT, ["n", 1]),
+        ],
+    )
+    loop = helper.make_node("Loop", ["times", "", "x"], ["y"], body=body, name="loop")
+    model = model_of([loop], {"x": ["n", 1]}, {"times": np.array(3), "k": 100})
+    result = probe(model, samples(np.ones((2, 1))))
+    row = result.row("next")
+    assert row.body == "loop"
+    assert row.outputs is None
+    assert row.local is not None
+    assert row.local.nonfinite == 1
+    assert result.row("loop").outputs is not None
 
 
 def test_the_table_reads_back_as_it_was_written_and_is_plain_json(tmp_path: Path) -> None:

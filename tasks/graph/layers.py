@@ -54,13 +54,14 @@ class Values(_Row):
 class Error(_Row):
     """How far values are from those of the FP32 model, over all samples.
 
-    Where a value that is finite in FP32 comes out as NaN or infinite, no finite figure describes the result: SQNR is
-    then minus infinity and the relative error infinity.
+    Where a value that is finite in FP32 comes out as NaN or infinite, or a tensor with another shape (a branch or a
+    selection went the other way), no finite figure describes the result: SQNR is then minus infinity and the relative
+    error infinity.
 
     Attributes:
         sqnr_db: signal to quantization noise, ``10 log10(sum(x32^2) / sum((x16 - x32)^2))``; infinity when exact.
         rel_l2: ``sqrt(sum((x16 - x32)^2) / sum(x32^2))``; 0 when exact.
-        nonfinite: share of values that are NaN or infinite and are not the same in FP32.
+        nonfinite: share of values that are NaN or infinite and are not the same in FP32, or have another shape.
     """
 
     sqnr_db: Figure
@@ -103,20 +104,21 @@ class LayerRow(_Row):
         body: the node of the main graph that holds it, empty for nodes of the main graph.
         candidate: whether it can be in FP16.
         reason: why it cannot, empty for candidates.
-        operands: the float32 tensors that it reads, as far as they belong to the main graph; None when there are none.
+        operands: the float32 tensors that it reads, without those inside of Loop and Scan; None when there are none.
         constants: its float32 constants; None when it has none.
         lossy: those of them that FP16 does not hold.
-        outputs: its float32 results; None when it has none, or is inside of a body.
+        outputs: its float32 results, of no elements in a branch that no sample takes; None when it has none, or is
+            inside of a Loop or Scan.
         accumulated: largest sum of the magnitudes of the terms that it adds up (`tasks/graph/sums.py`): above 65504 an
             FP16 accumulator may overflow although the result fits. No FP16 figure here assumes such an accumulator.
             None for operators that add up nothing, and inside of bodies.
         local: this node alone in FP16, on the tensors of the FP32 model: error of its results (of the results of
-            `body` when it is inside of one). None when it is no candidate or has no float32 result.
+            `body` when it is inside of a Loop or Scan). None when it is no candidate or has no float32 result.
         end: this node alone in FP16: error of the model's outputs, labels included. None when it is no candidate.
         drop: this node alone in FP16: drop of the metric on the probed samples; positive is worse, infinity when the
             metric has no value. None when it is no candidate, or without a metric.
         stderr: paired standard error of `drop`, where the metric has per-sample scores.
-        cumulative: all candidates in FP16: error of its results (of the results of `body` when it is inside of one).
+        cumulative: all candidates in FP16: error of its results (of those of `body` when it is inside of a Loop or Scan).
     """
 
     index: int

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from enginesmith.tasks.errors import EnginesmithError
+from enginesmith.tasks.graph.expose import expose_branches
 from enginesmith.tasks.graph.fp16 import (
     MOVES,
     bodies,
@@ -51,6 +52,7 @@ class SwitchedModel:
         nodes: names of the candidates, in order.
         inputs: names of the model's inputs.
         outputs: names of the model's outputs.
+        inside: for each node in a branch of If, the tensors of the main graph that are its float32 results.
         segments: the parts, in order.
 
     Raises:
@@ -70,6 +72,7 @@ class SwitchedModel:
         self.inputs = tuple(str(value.name) for value in copy.graph.inputs)
         self.outputs = tuple(str(value.name) for value in copy.graph.outputs)
         self.nodes = tuple(name for name, reason in obstacles_of(copy).items() if not reason)
+        self.inside = expose_branches(copy)
         _own_outputs(copy)
         switches = _insert_switches(copy, set(self.nodes))
         parts = _cut(copy, _cut_points(copy, switches, segments))
