@@ -72,6 +72,8 @@ def layer_plot(layers: Sequence[LayerPoint], *, title: str, layer_drop: float | 
         drop.set_ylabel("drop, this node in FP16")
         if layer_drop:
             drop.set_yscale("symlog", linthresh=layer_drop)  # linear below the limit, logarithmic above
+            drop.set_ylim(min(0, *_finite(layers)) * 1.2, max(layer_drop, *_finite(layers)) * 1.5)
+            _plain_ticks(drop)
             drop.axhline(layer_drop, color=_LINE, linestyle="--", linewidth=0.8)
             drop.annotate(
                 f"layer_drop {layer_drop:g}", (1, layer_drop), xycoords=("axes fraction", "data"), fontsize=7,
@@ -111,6 +113,7 @@ def _bars(axes: Axes, layers: Sequence[LayerPoint], values: Sequence[float], *, 
     if log and finite:
         axes.set_yscale("log")
         axes.set_ylim(floor, max(finite) * 3)
+        _plain_ticks(axes)
     for colour, kept in ((_HALF, False), (_FULL, True)):
         chosen = [(i, v) for i, (p, v) in enumerate(zip(layers, values, strict=True)) if p.kept_fp32 is kept]
         shown = [(i, v) for i, v in chosen if math.isfinite(v) and (v > 0 or not log)]
@@ -124,6 +127,19 @@ def _bars(axes: Axes, layers: Sequence[LayerPoint], values: Sequence[float], *, 
         axes.axhline(0, color=_LINE, linewidth=0.6)
     if not finite and not any(v == math.inf for v in values):
         axes.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color=_LINE)
+
+
+def _finite(layers: Sequence[LayerPoint]) -> list[float]:
+    """The finite drops, and 0."""
+    return [0.0, *(p.drop for p in layers if math.isfinite(p.drop))]
+
+
+def _plain_ticks(axes: Axes) -> None:
+    """Numbers as text: a logarithmic scale writes its powers as formulas, which are off (see `_drawing`)."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _name_worst(axes: Axes, layers: Sequence[LayerPoint]) -> None:

@@ -60,6 +60,8 @@ def test_nodes_kept_in_fp32_and_the_worst_ones_are_named() -> None:
     assert "/norm/ReduceSum (ReduceSum)" in said
     assert "/norm/$Sqrt_1$ (Sqrt)" in said
     assert "kept in FP32 (2)" in said
+    assert "0.001" in said  # a tick of the logarithmic scale, as text and not as a formula
+    assert not [text for text in said if "mathdefault" in text]
 
 
 @pytest.mark.parametrize(
