@@ -16,7 +16,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -210,7 +210,8 @@ def _dynamo(
 
     named = {n: Dim.DYNAMIC if free else Dim(n, min=d.min, max=d.max) for n, d in dims.items()}
     shapes = tuple({axis: named[dim] for axis, dim in _axes(declared, dims)} for declared in inputs.values())
-    program = torch.export.export(adapter, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
+    with redirect_stderr(io.StringIO()):  # on a failure torch prints the graph that it has so far
+        program = torch.export.export(adapter, tuple(tensors), dynamic_shapes=(shapes,), strict=False)
     exported = torch.onnx.export(program, dynamo=True, opset_version=opset, verbose=False, external_data=False)
     if exported is None:
         raise TypeError("torch.onnx.export returned nothing")
