@@ -118,7 +118,7 @@ class LayerRow(_Row):
         drop: this node alone in FP16: drop of the metric on the probed samples; positive is worse, infinity when the
             metric has no value. None when it is no candidate, or without a metric.
         stderr: paired standard error of `drop`, where the metric has per-sample scores.
-        cumulative: all candidates in FP16: error of its results (of those of `body` when it is inside of a Loop or Scan).
+        cumulative: all candidates in FP16: error of its results (of those of `body` when it is in a Loop or Scan).
     """
 
     index: int
