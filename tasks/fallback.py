@@ -17,12 +17,12 @@ from enginesmith.tasks import progress
 from enginesmith.tasks.data import Array, Dataset, load_dataset
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.graph import io
-from enginesmith.tasks.graph.half import SwitchedModel
 from enginesmith.tasks.graph.layers import Figure, LayerRow, LayerTable, load_layers
 from enginesmith.tasks.graph.mixed import Conversion, convert
 from enginesmith.tasks.graph.plan import NodeRow, PinRow, Plan, RegionRow, TrialRow
 from enginesmith.tasks.graph.regions import Region, Regions
 from enginesmith.tasks.graph.search import Item, Names, Outcome, Search, evaluation_limit
+from enginesmith.tasks.graph.switched import SwitchedModel
 from enginesmith.tasks.metric import Drop, Metric, MetricRef, Score, load_metric, load_outputs, load_score
 from enginesmith.tasks.settings import BudgetSettings, Fp16Settings
 from enginesmith.tasks.stage import Stage

@@ -22,10 +22,11 @@ from enginesmith.tasks.data import DATA, Dataset, load_dataset
 from enginesmith.tasks.errors import EnginesmithError, Interrupted
 from enginesmith.tasks.fallback import FALLBACK, Judge, make_plan, pinned_nodes
 from enginesmith.tasks.graph import io
-from enginesmith.tasks.graph.half import SwitchedModel, emulate
+from enginesmith.tasks.graph.emulate import emulate
 from enginesmith.tasks.graph.layers import LayerRow
 from enginesmith.tasks.graph.names import UniqueNodeNames
 from enginesmith.tasks.graph.plan import Plan, load_plan
+from enginesmith.tasks.graph.switched import SwitchedModel
 from enginesmith.tasks.metric import Metric, MetricRef, Score
 from enginesmith.tasks.probe import PROBE, probe
 from enginesmith.tasks.reference import REFERENCE

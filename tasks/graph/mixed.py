@@ -12,9 +12,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CheckerPass
 
 from enginesmith.tasks.errors import EnginesmithError
-from enginesmith.tasks.graph.half import prepared
+from enginesmith.tasks.graph.fp16 import FLOAT, HALF, prepared
 from enginesmith.tasks.graph.names import UniqueNodeNames, all_nodes
-from enginesmith.tasks.graph.placement import FLOAT, FLOAT16, Placement, Unit, constant, half_form, place
+from enginesmith.tasks.graph.placement import Placement, Unit, constant, half_form, place
 
 MARK = "enginesmith.precision"
 """Key of the model's metadata that says a conversion has been made."""
@@ -162,7 +162,7 @@ class _Rewriter:
         for unit in self._placement.units:
             if unit in self._placement.half:
                 for value in unit.writes:
-                    value.type = ir.TensorType(FLOAT16)
+                    value.type = ir.TensorType(HALF)
                 if unit.node is not None:
                     _retype_attributes(unit.node, unit)
         for value, readers in crossings:
@@ -180,7 +180,7 @@ class _Rewriter:
             name = old
         else:
             name = self._names.free(f"{old}_{'fp16' if to_half else 'fp32'}")
-        dtype = FLOAT16 if to_half else FLOAT
+        dtype = HALF if to_half else FLOAT
         result = ir.Value(name=name, type=ir.TensorType(dtype), shape=value.shape)
         node = ir.node(
             "Cast",
@@ -215,7 +215,7 @@ class _Rewriter:
 
     def _half_copy(self, value: ir.Value, tensor: ir.TensorProtocol) -> ir.Value:
         name = self._names.free(f"{value.name}_fp16")
-        copy = ir.Value(name=name, type=ir.TensorType(FLOAT16), shape=ir.Shape(tensor.shape.numpy()))
+        copy = ir.Value(name=name, type=ir.TensorType(HALF), shape=ir.Shape(tensor.shape.numpy()))
         copy.const_value = _rounded(tensor, name)
         _graph_of(value).register_initializer(copy)
         return copy
@@ -254,7 +254,7 @@ def _retype_attributes(node: ir.Node, unit: Unit) -> None:
     if not unit.writes:
         return
     if node.op_type == "Cast":
-        node.attributes["to"] = ir.AttrInt64("to", int(FLOAT16))
+        node.attributes["to"] = ir.AttrInt64("to", int(HALF))
     elif node.op_type == "ConstantOfShape":
         fill = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_to_half(fill)))
@@ -266,9 +266,9 @@ def _retype_attributes(node: ir.Node, unit: Unit) -> None:
         "RandomUniformLike",
         "Bernoulli",
     ):
-        node.attributes["dtype"] = ir.AttrInt64("dtype", int(FLOAT16))
+        node.attributes["dtype"] = ir.AttrInt64("dtype", int(HALF))
     elif node.op_type in ("HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix"):
-        node.attributes["output_datatype"] = ir.AttrInt64("output_datatype", int(FLOAT16))
+        node.attributes["output_datatype"] = ir.AttrInt64("output_datatype", int(HALF))
 
 
 def _to_half(array: np.ndarray) -> np.ndarray:
@@ -282,5 +282,5 @@ def _rounded(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
     if tensor.nbytes <= _LAZY_BYTES:
         return ir.tensor(_to_half(tensor.numpy()), name=name)
     return ir.LazyTensor(
-        lambda: ir.tensor(_to_half(tensor.numpy())), dtype=FLOAT16, shape=ir.Shape(tensor.shape.numpy()), name=name
+        lambda: ir.tensor(_to_half(tensor.numpy())), dtype=HALF, shape=ir.Shape(tensor.shape.numpy()), name=name
     )

@@ -15,9 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from enginesmith.tasks.graph.half import operands, results
-
-FLOAT, FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
+from enginesmith.tasks.graph.fp16 import FLOAT, bodies, operands, results
 
 MOVES_DATA = frozenset(
     (
@@ -209,7 +207,7 @@ class Survey:
             self._write(unit, [node.outputs[i] for i in form.results])
         for index, value in enumerate(node.inputs):
             self._read(unit if form and index in form.operands else None, value, Use(node, index))
-        for body in _bodies(node):
+        for body in bodies(node):
             for index, value in enumerate(body.outputs):
                 self._read(None, value, Use(body, index))
 
@@ -226,7 +224,7 @@ class Survey:
                 self._read(unit, value, use)
                 taken.add(use)
         places = [Use(node, i) for i in range(len(node.inputs))]
-        places += [Use(body, i) for body in _bodies(node) for i in range(len(body.outputs))]
+        places += [Use(body, i) for body in bodies(node) for i in range(len(body.outputs))]
         for use in places:
             if use not in taken:
                 self._read(None, _value_at(use), use)
@@ -325,12 +323,11 @@ def _carried(node: ir.Node) -> Iterator[tuple[list[Use], list[ir.Value]]]:
     If: the branches' outputs become the node's. Loop: an initial value and the body's output become the body's input
     and the node's output; stacked outputs. Scan: the same, and the scanned inputs become the body's inputs.
     """
-    bodies = _bodies(node)
     if node.op_type == "If":
         for i, value in enumerate(node.outputs):
-            yield [Use(body, i) for body in bodies], [value]
+            yield [Use(body, i) for body in bodies(node)], [value]
         return
-    body = bodies[0]
+    (body,) = bodies(node)
     if node.op_type == "Loop":
         states, skipped = len(node.inputs) - 2, 1
         arrivals, first_input = body.inputs[2:], 2
@@ -345,16 +342,6 @@ def _carried(node: ir.Node) -> Iterator[tuple[list[Use], list[ir.Value]]]:
         yield [Use(node, first_input + i), Use(body, skipped + i)], [arrivals[i], node.outputs[i]]
     for i in range(states, len(node.outputs)):
         yield [Use(body, skipped + i)], [node.outputs[i]]
-
-
-def _bodies(node: ir.Node) -> list[ir.Graph]:
-    found: list[ir.Graph] = []
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            found.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            found += attribute.as_graphs()
-    return found
 
 
 def _value_at(use: Use) -> ir.Value | None:

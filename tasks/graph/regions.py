@@ -13,7 +13,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from enginesmith.tasks.graph.half import OVERFLOW, candidates, prepared
+from enginesmith.tasks.graph.fp16 import OVERFLOW, candidates, prepared
 from enginesmith.tasks.graph.placement import MOVES_DATA, Reader, Survey, Unit
 
 REDUCTIONS = frozenset(

@@ -21,8 +21,10 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.graph import io, placement
-from enginesmith.tasks.graph.half import SwitchedModel, candidates, emulate
+from enginesmith.tasks.graph.emulate import emulate
+from enginesmith.tasks.graph.fp16 import candidates
 from enginesmith.tasks.graph.mixed import convert, to_mixed
+from enginesmith.tasks.graph.switched import SwitchedModel
 from enginesmith.tasks.runner import OnnxRunner
 
 HEADER = '<ir_version: 8, opset_import: ["": 17]>'
