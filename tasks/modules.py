@@ -171,7 +171,10 @@ def bind_inputs(
     Raises:
         EnginesmithError: `forward` takes fewer inputs, or needs more.
     """
-    parameters = inspect.signature(module.forward).parameters
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # TorchScript has none
+        return tuple(feeds.values()), {}
     by_name = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if set(feeds) <= by_name:
         missing = [n for n, p in parameters.items() if n in by_name and n not in feeds and p.default is p.empty]

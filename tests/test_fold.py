@@ -609,3 +609,13 @@ def test_crepe_norms_follow_the_relu_and_stay() -> None:
     assert {k.norm for k in report.kept} == {f"conv{i}_BN" for i in range(1, 7)}
     assert all("relu" in k.reason for k in report.kept)
     assert [o.difference for o in report.outputs] == [0.0]
+
+
+def test_module_that_keeps_what_it_computes_is_folded_and_keeps_no_symbols() -> None:
+    def forward(m: Net, x: torch.Tensor) -> torch.Tensor:
+        m.seen = m.conv(x)
+        return m.bn(m.seen)
+
+    net = conv_bn(forward)
+    assert folded_norms(fold(net, 2, 3, 5, 5)) == ["bn"]
+    assert isinstance(net.seen, torch.Tensor)

@@ -576,3 +576,24 @@ def test_changed_optimizer_byte_reruns_slim_and_nothing_behind_it(tmp_path: Path
     assert not second.cached
     assert second.key != first.key
     assert second.digest == first.digest
+
+
+def test_content_that_is_repeated_without_end_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"w": torch.zeros(1)})
+    # One list of 100 000 numbers in the memo, and 2 000 lists that hold it.
+    numbers = b"](" + b"K\x01" * 100_000 + b"eq\x000"
+    entries = b"".join(b"X\x05\x00\x00\x00%05d](h\x00e" % i for i in range(2_000))
+    bomb = rewritten(path, {"data.pkl": b"\x80\x02" + numbers + b"}(" + entries + b"u."})
+    started = time.process_time()
+    with pytest.raises(EnginesmithError):
+        slim(bomb)
+    assert time.process_time() - started < 10
+
+
+def test_zip_with_an_endless_directory_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "c.pt", "w") as file:
+        file.writestr("c/data.pkl", b"\x80\x02}.")
+    data = bytearray((tmp_path / "c.pt").read_bytes())
+    data[-10:-6] = struct.pack("<I", 1 << 30)
+    (tmp_path / "c.pt").write_bytes(bytes(data))
+    assert "directory" in str(refused(tmp_path / "c.pt"))

@@ -121,7 +121,8 @@ def plan_folds(module: nn.Module, flow: Flow, skip: tuple[str, ...] = ()) -> Pla
     done = {f.norm for f in folds}
     for path in norms:
         if path not in done and path not in kept:
-            kept[path] = flow.problem or "it is never called"
+            read = any(name.startswith(f"{path}.") for name in planner.read)
+            kept[path] = flow.problem or ("forward uses its statistics itself" if read else "it is never called")
     return Plan(tuple(folds), tuple(Kept(path, kept[path]) for path in norms if path in kept))
 
 

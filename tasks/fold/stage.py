@@ -137,10 +137,10 @@ def fold_module(module: nn.Module, feeds: Feeds, settings: FoldSettings) -> Fold
     Raises:
         EnginesmithError: outputs that are not finite, or a fold or clamp that changes the model.
     """
-    flow = trace_flow(module, feeds[0])
-    plan = plan_folds(module, flow, settings.skip)
     notes: list[str] = []
     runnable, expected = _expected(module, feeds, notes)
+    flow = trace_flow(module, feeds[0])
+    plan = plan_folds(module, flow, settings.skip)
     observed = observe_norms(module, runnable)
     judge = _Judge(runnable, expected, settings.tolerance, module)
     clamp: Clamp = settings.clamp["floor"] if isinstance(settings.clamp, dict) else settings.clamp

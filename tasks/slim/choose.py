@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from enginesmith.tasks.errors import EnginesmithError
-from enginesmith.tasks.slim.pickled import Record, walk
+from enginesmith.tasks.slim.pickled import MAX_STEPS, Record, parts_of
 from enginesmith.tasks.slim.readers import Checkpoint, Unsupported
 from enginesmith.tasks.slim.tensors import Tensor
 
@@ -47,6 +47,8 @@ WRAPPERS = (
 )
 _EMA_WORDS = {"ema", "swa", "averaged", "shadow"}
 _DEPTH = 4
+_LOOKS = 4 * MAX_STEPS
+_HOLDERS = (dict, list, tuple, set, frozenset, Record, Tensor, Unsupported)
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Left:
-    """Something that was left out."""
+    """Something that was left out, by which rule, and the tensors in it with their bytes."""
 
     key: str
     rule: str
-    value: Any
+    tensors: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,47 @@ class Drops:
                 )
 
 
+class _Inventory:
+    """What is left out, and how much of the content was looked at: a pickle can hold the same list a million times."""
+
+    def __init__(self, drops: Drops) -> None:
+        self.drops = drops
+        self.left: list[Left] = []
+        self.steps = 0
+
+    def leave(self, key: str, rule: str, value: Any) -> None:
+        tensors = {t.identity: t.nbytes for t in self.tensors(value) if isinstance(t, Tensor)}
+        self.left.append(Left(key, rule, len(tensors), sum(tensors.values())))
+
+    def tensors(self, value: Any) -> list[Tensor | Unsupported]:
+        """All tensors inside a value, each object once.
+
+        Raises:
+            EnginesmithError: the content repeats itself so often that looking at all of it would take very long.
+        """
+        found: list[Tensor | Unsupported] = []
+        todo = [value]
+        seen: set[int] = set()
+        while todo:
+            current = todo.pop()
+            if isinstance(current, Tensor | Unsupported):
+                found.append(current)
+            elif id(current) not in seen:
+                seen.add(id(current))
+                parts = parts_of(current)
+                self.steps += 1 + len(parts)
+                if self.steps > _LOOKS:
+                    raise EnginesmithError("the checkpoint repeats its content without end", key="model.checkpoint")
+                todo += [part for part in parts if isinstance(part, _HOLDERS)]
+        return found
+
+    def why(self, value: Any) -> str:
+        """The rule for a value that is no state dict."""
+        if value is None:
+            return "empty"
+        return "tensors without names" if self.tensors(value) else "not a tensor"
+
+
 def choose(content: Checkpoint, weights: str, drop: tuple[str, ...], allow_pickle: bool) -> Choice:
     """Find the candidates, take the wanted one, leave out what is no weight, take wrappers' prefixes off.
 
@@ -142,8 +186,8 @@ def choose(content: Checkpoint, weights: str, drop: tuple[str, ...], allow_pickl
             without `allow_pickle`, or tensors that cannot be kept.
     """
     drops = Drops(drop)
-    left: list[Left] = []
-    found = list(_candidates(content.root, (), drops, left))
+    inventory = _Inventory(drops)
+    found = list(_candidates(content.root, (), inventory))
     candidates = tuple(part for candidate in found for part in _split_ema(candidate))
     chosen = _pick(candidates, weights, content)
     if chosen.module and not allow_pickle:
@@ -153,13 +197,16 @@ def choose(content: Checkpoint, weights: str, drop: tuple[str, ...], allow_pickl
             hint="save model.state_dict() instead; or set model.allow_pickle: true to take the weights out of the "
             "object (its code is not run)",
         )
-    left += [Left(c.key, "not the chosen weights", dict(c.tensors)) for c in candidates if c is not chosen]
-    left += [Left(_join(chosen.key, name), "not a tensor", value) for name, value in chosen.leftover.items()]
+    for other in candidates:
+        if other is not chosen:
+            inventory.leave(other.key, "not the chosen weights", dict(other.tensors))
+    for name, value in chosen.leftover.items():
+        inventory.leave(_join(chosen.key, name), "not a tensor", value)
     kept: dict[str, Tensor] = {}
     for name, tensor in chosen.tensors.items():
         rule = drops.rule(name, NAME_RULES)
         if rule:
-            left.append(Left(_join(chosen.key, name), rule, tensor))
+            inventory.leave(_join(chosen.key, name), rule, tensor)
         elif isinstance(tensor, Unsupported):
             raise EnginesmithError(
                 f"{name} cannot be kept: it is {tensor.reason}",
@@ -168,7 +215,9 @@ def choose(content: Checkpoint, weights: str, drop: tuple[str, ...], allow_pickl
             )
         else:
             kept[name] = tensor
-    drops.check([*(c for entry in left for c in (entry.key, entry.key.removeprefix(f"{chosen.key}."))), *kept])
+    drops.check(
+        [*(c for entry in inventory.left for c in (entry.key, entry.key.removeprefix(f"{chosen.key}."))), *kept]
+    )
     if not kept:
         raise EnginesmithError(f"{_shown(chosen.key)} holds no tensor", key="model.weights")
     prefix = _prefix(kept)
@@ -178,12 +227,12 @@ def choose(content: Checkpoint, weights: str, drop: tuple[str, ...], allow_pickl
         {name.removeprefix(prefix): tensor for name, tensor in kept.items()},
         {name.removeprefix(prefix): name for name in kept},
         prefix,
-        tuple(left),
+        tuple(inventory.left),
     )
 
 
-def _candidates(value: Any, path: tuple[str, ...], drops: Drops, left: list[Left]) -> Iterator[Candidate]:
-    """State dicts in a value, outermost first; what holds none is added to `left`."""
+def _candidates(value: Any, path: tuple[str, ...], inventory: _Inventory) -> Iterator[Candidate]:
+    """State dicts in a value, outermost first; what holds none is left out."""
     key = ".".join(path) or TOP
     role: Role = "ema" if any(_EMA_WORDS & set(re.split(r"[._]", part.lower())) for part in path) else "model"
     if isinstance(value, Record) and _is_module(value):
@@ -194,52 +243,36 @@ def _candidates(value: Any, path: tuple[str, ...], drops: Drops, left: list[Left
     if isinstance(value, Record) and value.entries and all(isinstance(n, str) for n in value.entries):
         value = value.entries
     if not isinstance(value, dict):
-        left.append(Left(key, _no_weights(value), value))
+        inventory.leave(key, inventory.why(value), value)
         return
     own = {n: v for n, v in value.items() if isinstance(n, str) and isinstance(v, Tensor | Unsupported)}
     rest = {n: v for n, v in value.items() if n not in own}
     inner: list[Candidate] = []
     beside: dict[str, Any] = {}
     for name, item in rest.items():
-        rule = drops.rule(str(name), ENTRY_RULES) if isinstance(name, str) else "not a name"
+        rule = inventory.drops.rule(str(name), ENTRY_RULES) if isinstance(name, str) else "not a name"
         if rule:
-            left.append(Left(_join(key, str(name)), rule, item))
+            inventory.leave(_join(key, str(name)), rule, item)
         elif isinstance(item, dict | Record) and len(path) < _DEPTH:
-            inner += _candidates(item, (*path, str(name)), drops, left)
-        elif own and not _holds_tensors(item):
+            inner += _candidates(item, (*path, str(name)), inventory)
+        elif own and not inventory.tensors(item):
             beside[str(name)] = item
         else:
-            left.append(Left(_join(key, str(name)), _no_weights(item), item))
+            inventory.leave(_join(key, str(name)), inventory.why(item), item)
     loose = bool(inner) or not any("." in name for name in own)
     for name in list(own):
-        rule = drops.rule(name, ENTRY_RULES) if loose else ""
+        rule = inventory.drops.rule(name, ENTRY_RULES) if loose else ""
         tensor = own[name]
         if not rule and inner and isinstance(tensor, Tensor) and not tensor.shape:
             rule = "a number beside the weights"
         if rule:
-            left.append(Left(_join(key, name), rule, own.pop(name)))
+            inventory.leave(_join(key, name), rule, own.pop(name))
     if own:
         yield Candidate(key, role, own, "", beside)
     else:
-        left += [Left(_join(key, name), _no_weights(item), item) for name, item in beside.items()]
+        for name, item in beside.items():
+            inventory.leave(_join(key, name), inventory.why(item), item)
     yield from inner
-
-
-def _no_weights(value: Any) -> str:
-    if value is None:
-        return "empty"
-    if isinstance(value, dict | list | tuple | Record) and _holds_tensors(value):
-        return "tensors without names"
-    return "not a tensor"
-
-
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(item, Tensor | Unsupported) for item in walk(value))
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors inside a value."""
-    return [item for item in walk(value) if isinstance(item, Tensor)]
 
 
 def _is_module(value: Record) -> bool:

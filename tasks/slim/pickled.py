@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickletools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import IO, Any, cast
@@ -472,20 +472,12 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
 }
 
 
-def walk(value: Any) -> Iterator[Any]:
-    """Every value inside a value, each object once, containers and records before what they hold."""
-    todo = [value]
-    seen: set[int] = set()
-    while todo:
-        current = todo.pop()
-        yield current
-        if isinstance(current, dict | list | tuple | set | frozenset | Record):
-            if id(current) in seen:
-                continue
-            seen.add(id(current))
-        if isinstance(current, dict):
-            todo += current.values()
-        elif isinstance(current, list | tuple | set | frozenset):
-            todo += current
-        elif isinstance(current, Record):
-            todo += [current.state, *current.args, *current.items, *current.entries.values()]
+def parts_of(value: Any) -> Collection[Any]:
+    """What a container or record holds; nothing for any other value."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if isinstance(value, Record):
+        return [value.state, *value.args, *value.items, *value.entries.values()]
+    return ()

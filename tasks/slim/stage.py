@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from enginesmith.tasks.errors import EnginesmithError
-from enginesmith.tasks.slim.choose import Choice, Left, choose, tensors_in
+from enginesmith.tasks.slim.choose import Choice, Left, choose
 from enginesmith.tasks.slim.numerics import dead_channels
 from enginesmith.tasks.slim.readers import KEY, Checkpoint, read_checkpoint, shard_paths
 from enginesmith.tasks.slim.tensors import Tensor
@@ -228,9 +228,7 @@ def _check_range(written: list[Written]) -> None:
 
 def _dropped(left: Iterable[Left]) -> Iterable[DroppedReport]:
     for entry in sorted(left, key=lambda e: e.key):
-        tensors = {id(t): t for t in tensors_in(entry.value)}.values()
-        nbytes = sum({t.identity: t.nbytes for t in tensors}.values())
-        yield DroppedReport(key=entry.key, rule=entry.rule, tensors=len(tensors), bytes=nbytes)
+        yield DroppedReport(key=entry.key, rule=entry.rule, tensors=entry.tensors, bytes=entry.nbytes)
 
 
 def _numerics(written: list[Written], choice: Choice) -> Iterable[NumericsReport]:
