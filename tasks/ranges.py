@@ -106,6 +106,7 @@ class RangeTable(_Record):
         seed: seed of their choice.
         calibrator: as asked for.
         placement: as asked for.
+        correction: what was done to weights and biases: see tasks/calibrate/refit.py.
         tensors: in graph order.
         layers: quantized convolutions, in graph order.
         skipped: all other convolutions.
@@ -118,6 +119,7 @@ class RangeTable(_Record):
     seed: int
     calibrator: str
     placement: Literal["conv-relu", "conv", "conv+residual"]
+    correction: Literal["none", "bias", "refit"]
     tensors: tuple[TensorRange, ...]
     layers: tuple[QuantizedLayer, ...]
     skipped: tuple[SkippedLayer, ...]

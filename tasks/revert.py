@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
@@ -22,7 +21,7 @@ from enginesmith.tasks.graph.mixed import to_mixed
 from enginesmith.tasks.graph.opset import raise_opset
 from enginesmith.tasks.graph.plan import load_plan
 from enginesmith.tasks.graph.search import Item, Outcome, Search, evaluation_limit
-from enginesmith.tasks.graph.trial import QdqRunner, SwitchedQuantization
+from enginesmith.tasks.graph.trial import QdqRunner, SwitchedQuantization, noise
 from enginesmith.tasks.metric import Drop, Metric, MetricRef, Score, load_metric, load_outputs, load_score
 from enginesmith.tasks.ranges import RangeTable, read_ranges
 from enginesmith.tasks.settings import BudgetSettings, Int8Settings
@@ -162,7 +161,7 @@ def revert(
     dataset = load_dataset(data, "search")
     judge = _Judge(dataset, load_metric(metric, reference), load_score(reference, "search"), reference)
     half = load_plan(fallback.path).half
-    plan = _quantization(graph, table)
+    plan = _quantization(graph, table, io.load(int8.path / "int8"))
     builder = _Builder.of(graph, plan, half, dataset)
 
     with progress.track("revert", total=None) as bar:
@@ -297,15 +296,15 @@ class _Ranked:
     drop: float
 
 
-def _quantization(graph: ir.Model, table: RangeTable) -> qdq.Quantization:
-    """The numbers of the INT8 graph, from the FP32 graph and the calibrated ranges."""
+def _quantization(graph: ir.Model, table: RangeTable, int8: ir.Model) -> qdq.Quantization:
+    """The numbers of the INT8 graph: its own weights and biases, and the calibrated ranges."""
     quantized = {layer.conv for layer in table.layers}
     convs = [c for c in qdq.find_convs(graph, table.placement)[0] if c.conv in quantized]
     shortcuts: Sequence[qdq.Shortcut] = ()
     if table.placement == "conv+residual":
         read = {reader for row in table.tensors for reader in row.read_by}
         shortcuts = [s for s in qdq.find_shortcuts(graph, convs) if s.add in read]
-    return qdq.plan_quantization(graph, convs, table.scales(), shortcuts=shortcuts)
+    return qdq.read_quantization(graph, int8, convs, table.scales(), shortcuts=shortcuts)
 
 
 def _rank(graph: ir.Model, plan: qdq.Quantization, judge: _Judge, bar: progress.Bar) -> list[_Ranked]:
@@ -323,19 +322,6 @@ def _rank(graph: ir.Model, plan: qdq.Quantization, judge: _Judge, bar: progress.
         ranked.append(_Ranked(subgraph.conv, subgraph.depthwise, noise(outputs, exact), drop.value))
         bar.advance()
     return sorted(ranked, key=lambda entry: -entry.noise)
-
-
-def noise(outputs: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
-    """Noise to signal of the worst float output, ``sum((y - y32)²) / sum(y32²)``; infinite when it holds NaN."""
-    worst = 0.0
-    for name, value in exact.items():
-        if value.dtype.kind != "f":
-            continue
-        signal = float(np.sum(np.square(value, dtype=np.float64)))
-        error = float(np.sum(np.square(outputs[name].astype(np.float64) - value)))
-        ratio = error / signal if signal > 0 else (0.0 if error == 0 else math.inf)
-        worst = max(worst, ratio if math.isfinite(ratio) else math.inf)
-    return worst
 
 
 def _row(rank: int, entry: _Ranked, outcome: Outcome, target: float) -> RevertRow:

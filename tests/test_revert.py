@@ -18,10 +18,10 @@ from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.graph import io, qdq
 from enginesmith.tasks.graph.half import candidates, emulate
 from enginesmith.tasks.graph.plan import NodeRow, Plan
-from enginesmith.tasks.graph.trial import QdqRunner, SwitchedQuantization
+from enginesmith.tasks.graph.trial import QdqRunner, SwitchedQuantization, noise
 from enginesmith.tasks.metric import MetricRef
 from enginesmith.tasks.reference import REFERENCE
-from enginesmith.tasks.revert import REVERT, REVERTED_FILE, RevertTable, noise
+from enginesmith.tasks.revert import REVERT, REVERTED_FILE, RevertTable
 from enginesmith.tasks.runner import OnnxRunner
 from enginesmith.tasks.settings import BudgetSettings, DimSettings, InputSettings, Int8Settings
 from enginesmith.tasks.stage import SourceFile
@@ -245,14 +245,14 @@ def test_rest_of_the_graph_is_fp16_with_fp16_scales(revert: Revert) -> None:
     assert model.graph.opset_imports[""] == 19
     types = {name: value.dtype for name, value in model.graph.initializers.items()}
     assert types["plain_weight_quantized"] == ir.DataType.INT8
-    assert types["plain_weight_scale"] == types["plain_bias"] == types["head"] == ir.DataType.FLOAT16
+    assert types["plain_weight_scale"] == types["plain_bias_corrected"] == types["head"] == ir.DataType.FLOAT16
 
 
 def test_nodes_that_the_plan_keeps_in_fp32_stay_fp32(revert: Revert) -> None:
     made, _ = revert(sensitive_model(), max_drop=1.0, fp32=("plain", "plain_relu", "head_matmul"))
     types = {name: value.dtype for name, value in graph_of(made).graph.initializers.items()}
     assert types["plain_weight_quantized"] == ir.DataType.INT8
-    assert types["plain_weight_scale"] == types["plain_bias"] == types["head"] == ir.DataType.FLOAT
+    assert types["plain_weight_scale"] == types["plain_bias_corrected"] == types["head"] == ir.DataType.FLOAT
     assert types["pick_scale"] == ir.DataType.FLOAT16
 
 

@@ -14,6 +14,7 @@ from enginesmith.tasks import progress
 from enginesmith.tasks.calibrate.choice import excluded
 from enginesmith.tasks.calibrate.collect import collect
 from enginesmith.tasks.calibrate.histogram import MagnitudeHistogram
+from enginesmith.tasks.calibrate.refit import corrected
 from enginesmith.tasks.calibrate.thresholds import OUTLIER, Calibrator, choose
 from enginesmith.tasks.data import Dataset, load_dataset
 from enginesmith.tasks.errors import EnginesmithError
@@ -29,7 +30,11 @@ KEY = "data.calibration"
 
 
 class CalibrateReport(BaseModel):
-    """What was quantized, on how much data, and what is odd about the ranges."""
+    """What was quantized, on how much data, and what is odd about the ranges.
+
+    `output_sqnr_db` is that of the worst output of the whole INT8 graph, by correction tried, on calibration samples
+    that the corrections were not made on.
+    """
 
     calibrator: str
     placement: str
@@ -43,11 +48,15 @@ class CalibrateReport(BaseModel):
     skipped: dict[str, int]
     chosen_by_error: int
     worst_tensor: str
+    correction: str
+    output_sqnr_db: dict[str, float | None]
     warnings: tuple[str, ...]
 
 
 def calibrate(out: Path, *, model: Artifact, data: Artifact, settings: Int8Settings) -> CalibrateReport:
     """Calibrate every tensor that INT8 needs and write the INT8 graph.
+
+    Weights and biases are corrected for what quantization does to them where that helps (tasks/calibrate/refit.py).
 
     Writes ``int8/model.onnx`` (the placement's convolutions in INT8 by Q/DQ, everything else FP32; the FP32 graph
     itself when nothing can be quantized), ``ranges.json`` and ``calibration.cache`` (see tasks/ranges.py).
@@ -79,6 +88,11 @@ def calibrate(out: Path, *, model: Artifact, data: Artifact, settings: Int8Setti
     rows = {name: row.model_copy(update={"read_by": _readers(name, convs, shortcuts)}) for name, row in rows.items()}
     scales = {name: row.scale for name, row in rows.items() if row.scale is not None}
     plan = qdq.plan_quantization(graph, convs, scales, shortcuts=shortcuts)
+    nodes = sum(1 for _ in graph.graph.all_nodes())
+    if convs:
+        feed, _ = next(iter(dataset.feeds(dataset.batch_min if dataset.batched else None)))
+        graph = raise_opset(graph, qdq.MIN_OPSET, feed)
+    correction, final, tried = corrected(graph, plan, dataset)
     table = RangeTable(
         model=model.digest,
         data=data.part("calibration").digest,
@@ -86,20 +100,19 @@ def calibrate(out: Path, *, model: Artifact, data: Artifact, settings: Int8Setti
         seed=SEED,
         calibrator=settings.calibrator,
         placement=settings.placement,
+        correction=correction,
         tensors=tuple(rows.values()),
         layers=tuple(_layer(c, plan, graph) for c in convs),
         skipped=tuple(skipped),
     )
     write_ranges(table, out)
-    nodes = sum(1 for _ in graph.graph.all_nodes())
-    if convs:
-        feed, _ = next(iter(dataset.feeds(dataset.batch_min if dataset.batched else None)))
-        graph = raise_opset(graph, qdq.MIN_OPSET, feed)
-        passed = qdq.QuantizePass(plan)
-        passed.requires(graph)
-        passed(graph)
+    qdq.QuantizePass(final)(graph)
     file = io.save(graph, out / "int8")
-    return _report(table, settings, nodes, model.size, sum(f.stat().st_size for f in file.parent.iterdir()))
+    sizes = (model.size, sum(f.stat().st_size for f in file.parent.iterdir()))
+    sqnr: dict[str, float | None] = {
+        name: None if math.isinf(ratio) else _decibels(ratio) for name, ratio in tried.items()
+    }
+    return _report(table, settings, nodes, sizes, sqnr)
 
 
 CALIBRATE = Stage("calibrate", version=1, run=calibrate, tools=("numpy", "onnx", "onnx-ir", "onnxruntime"))
@@ -255,7 +268,13 @@ def _decibels(ratio: float) -> float | None:
     return round(-10 * math.log10(ratio), 3) if ratio > 0 else None
 
 
-def _report(table: RangeTable, settings: Int8Settings, nodes: int, before: int, after: int) -> CalibrateReport:
+def _report(
+    table: RangeTable,
+    settings: Int8Settings,
+    nodes: int,
+    sizes: tuple[int, int],
+    sqnr: Mapping[str, float | None],
+) -> CalibrateReport:
     ranged = [row for row in table.tensors if row.threshold is not None]
     by_error = [row for row in ranged if row.method == "error"]
     warnings = [
@@ -281,10 +300,12 @@ def _report(table: RangeTable, settings: Int8Settings, nodes: int, before: int, 
         quantized=len(table.layers),
         convolutions=len(table.layers) + len(table.skipped),
         nodes=nodes,
-        bytes_fp32=before,
-        bytes_int8=after,
+        bytes_fp32=sizes[0],
+        bytes_int8=sizes[1],
         skipped=reasons,
         chosen_by_error=len(by_error),
         worst_tensor=f"{worst.tensor}: {worst.sqnr_db:.1f} dB" if worst and worst.sqnr_db is not None else "",
+        correction=table.correction,
+        output_sqnr_db=dict(sqnr),
         warnings=tuple(warnings),
     )

@@ -1,8 +1,8 @@
-"""Turns a graph and calibration samples into a magnitude histogram per tensor, in bounded memory."""
+"""Turns a graph and calibration samples into samples of its tensors and their histograms, in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +21,22 @@ _PROBED = 8
 def collect(
     model: ir.Model, tensors: Sequence[str], dataset: Dataset, bar: Bar, *, live_bytes: int = LIVE_BYTES
 ) -> dict[str, MagnitudeHistogram]:
-    """Run the model and count what the tensors hold.
+    """One histogram per tensor; see `stream` for the arguments. Each counts one sample at a time, in order."""
+    histograms = {name: MagnitudeHistogram() for name in tensors}
+    stream(model, tensors, dataset, lambda name, sample: histograms[name].add(sample), bar, live_bytes=live_bytes)
+    return histograms
+
+
+def stream(
+    model: ir.Model,
+    tensors: Sequence[str],
+    dataset: Dataset,
+    use: Callable[[str, np.ndarray], None],
+    bar: Bar,
+    *,
+    live_bytes: int = LIVE_BYTES,
+) -> None:
+    """Run the model and hand over what the tensors hold, sample by sample.
 
     The batch is as large as the model's declaration and `live_bytes` allow. When one batch of the smallest size is
     still too much, the tensors are fetched in groups, one run per group.
@@ -30,28 +45,25 @@ def collect(
         model: the FP32 graph.
         tensors: float32 tensors of the main graph, graph inputs included.
         dataset: samples.
+        use: called with a tensor's name and one sample of it, without the batch axis where it has one; a tensor whose
+            axis 0 is not the batch or a multiple of it is handed over whole.
         bar: advances by samples.
         live_bytes: activations held at a time.
-
-    Returns:
-        One histogram per tensor; `add` was called once per sample, in order.
     """
-    fed = set(dataset.inputs)
-    watched = [name for name in tensors if name not in fed]
+    fed = [name for name in tensors if name in dataset.inputs]
+    watched = [name for name in tensors if name not in dataset.inputs]
     runner = OnnxRunner(_observed(model, watched))
     sizes = _sizes(runner, watched, dataset)
     batch = _batch(dataset, sum(sizes.values()), live_bytes)
     groups = list(_groups(sizes, live_bytes // max(batch, 1)))
-    histograms = {name: MagnitudeHistogram() for name in tensors}
     for feed, count in dataset.feeds(batch if dataset.batched else None):
-        for name in tensors:
-            if name in fed:
-                _add(histograms[name], feed[name], feed, dataset, count)
+        rows = batch if dataset.batched else None
+        for name in fed:
+            _hand_over(name, feed[name], rows, count, use)
         for group in groups:
             for name, value in zip(group, runner.session.run(group, dict(feed)), strict=True):
-                _add(histograms[name], value, feed, dataset, count)
+                _hand_over(name, value, rows, count, use)
         bar.advance(count)
-    return histograms
 
 
 def _observed(model: ir.Model, tensors: Sequence[str]) -> ir.Model:
@@ -98,18 +110,13 @@ def _groups(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
         yield group
 
 
-def _add(
-    histogram: MagnitudeHistogram,
-    value: np.ndarray,
-    feed: Mapping[str, np.ndarray],
-    dataset: Dataset,
-    count: int,
+def _hand_over(
+    name: str, value: np.ndarray, batch: int | None, count: int, use: Callable[[str, np.ndarray], None]
 ) -> None:
-    """Count the first `count` samples of a tensor whose axis 0 is the batch or a multiple of it; else all as one."""
-    batch = next(iter(feed[name].shape[0] for name in dataset.inputs)) if dataset.batched else 1
-    if dataset.batched and value.ndim and value.shape[0] and value.shape[0] % batch == 0:
-        rows = value.reshape(batch, -1)
-        for row in rows[:count]:
-            histogram.add(row)
-    else:
-        histogram.add(value)
+    """One call per sample, the first `count` only; `batch` is None when a feed is one sample."""
+    if batch is None or value.ndim == 0 or value.shape[0] == 0 or value.shape[0] % batch:
+        use(name, value)
+        return
+    rows = value if value.shape[0] == batch else value.reshape(batch, -1, *value.shape[1:])
+    for row in rows[:count]:
+        use(name, row)

@@ -11,7 +11,7 @@ Symmetric INT8 throughout: zero point 0, integers -127..127 for weights, -128..1
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -114,12 +114,14 @@ class Quantization:
         shortcuts: residual inputs to quantize.
         scales: activation scale by tensor name.
         weights: integers and scales by convolution.
+        biases: float32 bias by convolution, for those that get another one than they have.
     """
 
     convs: tuple[ConvSubgraph, ...]
     shortcuts: tuple[Shortcut, ...]
     scales: Mapping[str, float]
     weights: Mapping[str, QuantizedWeight]
+    biases: Mapping[str, FloatArray] = field(default_factory=dict)
 
     def only(self, convs: Collection[str]) -> Quantization:
         """The same numbers for fewer convolutions; a shortcut stays with the convolution that its Add fuses with."""
@@ -141,7 +143,8 @@ class QuantizePass(ir.passes.InPlacePass):
        weight get integers of their own: with shared ones, ONNX Runtime 1.32 does not load the model under
        session.x64quantprecision. The float weight is removed when nobody reads it any more; a weight in a Constant
        node is treated as an initializer.
-    3. Biases stay float: the TensorRT family does not parse an INT32 bias behind DequantizeLinear.
+    3. Biases stay float: the TensorRT family does not parse an INT32 bias behind DequantizeLinear. A bias that the plan
+       corrects is written in its place.
     4. Scales have the data type of the convolution: FLOAT, or FLOAT16 in an FP16 region. Zero points are explicit
        zeros of type int8.
 
@@ -186,6 +189,8 @@ class QuantizePass(ir.passes.InPlacePass):
                 old = _present(node, 1)
                 node.replace_input_with(1, writer.weight(subgraph.weight, weight, data_type, before=node))
                 _drop_unused(old)
+                if name in self.quantization.biases:
+                    writer.bias(node, self.quantization.biases[name], data_type)
             else:
                 shortcut = shortcuts[name]
                 value = _present(node, shortcut.index)
@@ -282,14 +287,70 @@ def plan_quantization(
     nodes = {node.name: node for node in model.graph}
     weights: dict[str, QuantizedWeight] = {}
     for subgraph in convs:
-        node = nodes[subgraph.conv]
-        weight = constant(_present(node, 1))
-        if weight is None:
-            raise ValueError(f"{subgraph.conv} has no constant weight")
-        bias = constant(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
-        floor = _bias_floor(bias, subgraph, weight.shape, scales[subgraph.input])
-        weights[subgraph.conv] = quantize_weight(weight, subgraph.axis, floor=floor)
+        weight, bias = parameters(nodes[subgraph.conv])
+        weights[subgraph.conv] = quantize_parameters(weight, bias, subgraph, scales[subgraph.input])
     return Quantization(tuple(convs), tuple(shortcuts), dict(scales), weights)
+
+
+def read_quantization(
+    model: ir.Model,
+    quantized: ir.Model,
+    convs: Collection[ConvSubgraph],
+    scales: Mapping[str, float],
+    *,
+    shortcuts: Collection[Shortcut] = (),
+) -> Quantization:
+    """The plan that an INT8 graph was made by, read back from it.
+
+    Args:
+        model: the FP32 graph.
+        quantized: what `QuantizePass` made of it.
+        convs: the convolutions that are quantized in it.
+        scales: activation scale by tensor name.
+        shortcuts: the residual inputs that are quantized in it.
+
+    Raises:
+        ValueError: a convolution is not quantized in it.
+    """
+    originals = {node.name: node for node in model.graph}
+    nodes = {node.name: node for node in quantized.graph}
+    weights: dict[str, QuantizedWeight] = {}
+    biases: dict[str, FloatArray] = {}
+    for subgraph in convs:
+        node = nodes[subgraph.conv]
+        writer = _present(node, 1).producer()
+        values, scale = (constant(writer.inputs[0]), constant(writer.inputs[1])) if writer is not None else (None, None)
+        if values is None or scale is None:
+            raise ValueError(f"{subgraph.conv} has no INT8 weight")
+        weights[subgraph.conv] = QuantizedWeight(values.astype(np.int8), scale.astype(np.float32), subgraph.axis)
+        bias = constant(node.inputs[2]) if len(node.inputs) > 2 else None
+        _, original = parameters(originals[subgraph.conv])
+        if bias is not None and (original is None or not np.array_equal(bias, original)):
+            biases[subgraph.conv] = bias.astype(np.float32)
+    return Quantization(tuple(convs), tuple(shortcuts), dict(scales), weights, biases)
+
+
+def parameters(conv: ir.Node) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating] | None]:
+    """Weight and bias of a convolution; None where it has no bias or a computed one.
+
+    Raises:
+        ValueError: its weight is no constant.
+    """
+    weight = constant(conv.inputs[1])
+    if weight is None:
+        raise ValueError(f"{conv.name} has no constant weight")
+    return weight, constant(conv.inputs[2]) if len(conv.inputs) > 2 else None
+
+
+def quantize_parameters(
+    weight: npt.NDArray[np.floating],
+    bias: npt.NDArray[np.floating] | None,
+    subgraph: ConvSubgraph,
+    input_scale: float,
+) -> QuantizedWeight:
+    """The integers of one convolution's weight, with scales at which its bias fits an INT32 accumulator."""
+    floor = _bias_floor(bias, subgraph, weight.shape, input_scale)
+    return quantize_weight(weight, subgraph.axis, floor=floor)
 
 
 def quantize_weight(
@@ -512,6 +573,20 @@ class _Writer:
         factor, zero = self._parameters(base, weight.scale, data_type)
         axis = {} if weight.axis is None else {"axis": weight.axis}
         return self._node("DequantizeLinear", base, [integers, factor, zero], data_type, integers, before, **axis)
+
+    def bias(self, node: ir.Node, bias: FloatArray, data_type: ir.DataType) -> None:
+        """Give a convolution another bias."""
+        old = node.inputs[2] if len(node.inputs) > 2 else None
+        base = old.name if old is not None and old.name else f"{node.name}_bias"
+        array = bias.astype(np.float16 if data_type == ir.DataType.FLOAT16 else np.float32)
+        new = self._initializer(f"{base}_corrected", array)
+        if len(node.inputs) > 2:
+            node.replace_input_with(2, new)
+        else:
+            node.resize_inputs(3)
+            node.replace_input_with(2, new)
+        if old is not None:
+            _drop_unused(old)
 
     def _parameters(
         self, base: str, scale: FloatArray | np.float32, data_type: ir.DataType

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -76,6 +77,20 @@ class SwitchedQuantization:
         return predict(lambda feed: self._runner.run({**feed, **switches}), dataset, bar=bar)
 
 
+def noise(outputs: Mapping[str, Array], exact: Mapping[str, Array]) -> float:
+    """Noise to signal of the worst float output, ``sum((y - y32)²) / sum(y32²)``; infinite when it holds NaN."""
+    worst = 0.0
+    for name, value in exact.items():
+        if value.dtype.kind != "f":
+            continue
+        signal = float(np.sum(np.square(value, dtype=np.float64)))
+        with np.errstate(invalid="ignore"):
+            error = float(np.sum(np.square(outputs[name].astype(np.float64) - value)))
+        ratio = error / signal if signal > 0 else (0.0 if error == 0 else math.inf)
+        worst = max(worst, ratio if math.isfinite(ratio) else math.inf)
+    return worst
+
+
 def _insert_switches(graph: ir.Graph, quantization: qdq.Quantization) -> dict[str, str]:
     """Put convolutions and shortcuts behind an If; the name of the switch of each convolution."""
     nodes = {node.name: node for node in graph}
@@ -88,7 +103,7 @@ def _insert_switches(graph: ir.Graph, quantization: qdq.Quantization) -> dict[st
         choice = _choice(
             f"{subgraph.conv}:choice",
             switches[subgraph.conv],
-            _quantized_branch(node, scale, weight),
+            _quantized_branch(node, scale, weight, quantization.biases.get(subgraph.conv)),
             _branch([_copy(node, _own_constants(node, "fp32"), "fp32")], "fp32"),
         )
         old, new = node.outputs[0], choice.outputs[0]
@@ -123,7 +138,7 @@ def _choice(name: str, switch: ir.Value, then: ir.Graph, otherwise: ir.Graph) ->
     return choice
 
 
-def _quantized_branch(node: ir.Node, scale: float, weight: qdq.FloatArray) -> ir.Graph:
+def _quantized_branch(node: ir.Node, scale: float, weight: qdq.FloatArray, bias: qdq.FloatArray | None) -> ir.Graph:
     prefix = f"int8:{node.name}"
     value = node.inputs[0]
     if value is None:
@@ -131,6 +146,8 @@ def _quantized_branch(node: ir.Node, scale: float, weight: qdq.FloatArray) -> ir
     pair, dequantized = _pair(value, scale, prefix)
     inputs = _own_constants(node, "int8")
     inputs[0], inputs[1] = dequantized, _initializer(f"{prefix}:weight", weight)
+    if bias is not None:
+        inputs[2:] = [_initializer(f"{prefix}:bias", bias)]
     return _branch([*pair, _copy(node, inputs, "int8")], "int8")
 
 
