@@ -16,6 +16,7 @@ from enginesmith.tasks import progress
 from enginesmith.tasks.calibrate import CALIBRATE, SEED, tensor_range
 from enginesmith.tasks.calibrate.collect import collect
 from enginesmith.tasks.calibrate.histogram import MagnitudeHistogram
+from enginesmith.tasks.calibrate.refit import Geometry, PatchStatistics
 from enginesmith.tasks.calibrate.thresholds import (
     Calibrator,
     choose,
@@ -438,3 +439,104 @@ def test_cache_that_cannot_serve_is_refused(tmp_path: Path, content: str | None,
     with pytest.raises(EnginesmithError, match=message) as caught:
         read_cache(path, tensors={"x"})
     assert str(path) in caught.value.where
+
+
+# Corrections
+
+
+def ill_conditioned_model() -> tuple[bytes, np.ndarray]:
+    """A 1x1 convolution that takes the small difference of two large, nearly equal channels, times 100."""
+    rng = np.random.default_rng(0)
+    common = rng.standard_normal((64, 1, 8, 8))
+    x = np.concatenate([common, common + 0.003 * rng.standard_normal((64, 1, 8, 8)), common], axis=1)
+    weight = np.array([[[[100.0]], [[-100.0]], [[0.5]]], [[[0.3]], [[0.2]], [[0.1]]]], np.float32)
+    made = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "w", "b"], ["c"], name="conv"),
+            helper.make_node("Relu", ["c"], ["y"], name="relu"),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2, 8, 8])],
+        [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(np.array([0.2, 0.1], np.float32), "b")],
+    )
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    return model.SerializeToString(), x.astype(np.float32)
+
+
+def test_ill_conditioned_convolution_is_refitted_on_quantized_input(calibrate: Calibrate) -> None:
+    model, x = ill_conditioned_model()
+    made, table = calibrate(model, x, calibrator="minmax")
+    sqnr = made.report["output_sqnr_db"]
+    assert table.correction == "refit"
+    assert sqnr["refit"] > sqnr["none"] + 3
+    exact = OnnxRunner(ir.from_proto(onnx.load_from_string(model))).run({"x": x})["y"]
+    found = OnnxRunner(made.path / "int8").run({"x": x})["y"]
+    error = 10 * np.log10((exact**2).sum() / ((found - exact) ** 2).sum())
+    assert error == pytest.approx(sqnr["refit"], abs=1.0)
+
+
+def test_refit_is_least_squares() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((40, 2, 6, 6)).astype(np.float32)
+    weight = rng.standard_normal((3, 2, 3, 3)).astype(np.float32)
+    geometry = Geometry((3, 3), (1, 1), (1, 1), ((0, 0), (0, 0)), 1)
+    seen = PatchStatistics(geometry, 0.5, 18)
+    for sample in x:
+        seen.add(sample)
+    # All 16 positions of every sample, by an independent route.
+    windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(2, 3)).transpose(0, 2, 3, 1, 4, 5)
+    exact = windows.reshape(-1, 18).astype(np.float64)
+    rounded = np.clip(np.rint(exact / 0.5), -128, 127) * 0.5
+    target = exact @ weight.reshape(3, 18).T
+    with_bias = np.concatenate([rounded, np.ones((len(rounded), 1))], axis=1)
+    solution, *_ = np.linalg.lstsq(with_bias, target, rcond=None)
+    found = seen.refit(weight)
+    np.testing.assert_allclose(found.reshape(3, 18), solution[:-1].T, atol=1e-3)
+    np.testing.assert_allclose(seen.bias_shift(weight, found), solution[-1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("groups", "strides", "dilations", "pads"),
+    [
+        (1, (1, 1), (1, 1), ((1, 1), (1, 1))),
+        (4, (2, 1), (1, 2), ((0, 1), (2, 0))),
+        (2, (1, 2), (2, 1), ((2, 2), (0, 0))),
+    ],
+)
+def test_patches_are_what_the_convolution_multiplies(
+    groups: int, strides: tuple[int, ...], dilations: tuple[int, ...], pads: tuple[tuple[int, int], ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 7, 9)).astype(np.float32)
+    weight = rng.standard_normal((8, 4 // groups, 3, 2)).astype(np.float32)
+    node = helper.make_node(
+        "Conv",
+        ["x", "w"],
+        ["y"],
+        group=groups,
+        strides=strides,
+        dilations=dilations,
+        pads=[pads[0][0], pads[1][0], pads[0][1], pads[1][1]],
+    )
+    made = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4, 7, 9])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 8, "h", "w2"])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = ir.from_proto(helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=8))
+    y = OnnxRunner(model).run({"x": x[None]})["y"][0].reshape(8, -1).T
+    geometry = Geometry.of(model.graph[0], weight.shape)
+    assert geometry is not None
+    patches = geometry.patches(x, np.random.default_rng(0))
+    rows = weight.reshape(groups, 8 // groups, -1)
+    np.testing.assert_allclose(np.einsum("ngd,god->ngo", patches, rows).reshape(len(patches), 8), y, atol=1e-4)
+
+
+def test_too_few_samples_correct_nothing(calibrate: Calibrate) -> None:
+    model, x = ill_conditioned_model()
+    made, table = calibrate(model, x[:7], calibrator="minmax")
+    assert table.correction == "none"
+    assert made.report["output_sqnr_db"] == {}
