@@ -149,7 +149,7 @@ def _check_against_graph(name: str, value: onnx.ValueInfoProto, found: Range, wh
             key=f"inputs.{name}.shape",
         )
     for axis, (dim, low, high) in enumerate(zip(dims, found.min, found.max)):  # noqa: B905 - same rank
-        if dim.HasField("dim_value") and not low == dim.dim_value == high:
+        if dim.dim_value > 0 and not low == dim.dim_value == high:
             raise EngineError(
                 f"input {name!r}, dim {axis}: the graph has the static size {dim.dim_value}, "
                 f"the profile {low} to {high}",

@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 
 from enginesmith.tasks.engines import gpu
+from enginesmith.tasks.engines.islands import guard_islands
 from enginesmith.tasks.engines.layer_log import NetworkTypes, parse_layers, read_back
 from enginesmith.tasks.engines.manifest import verified_manifest
 from enginesmith.tasks.engines.precision import COMPUTE, DEQUANTIZE, load_model, requests
@@ -90,9 +91,10 @@ class TensorRtRtx:
         """Nodes that the parser refuses, and nodes of every operator that it does not know."""
         trt = _library()
         _logger().lines.clear()
-        _, parser = _parse(trt, _builder(trt), model)
+        loaded = load_model(model, weights=False)
+        _, parser = _parse(trt, _builder(trt), loaded, model)
         refused = {error.node: error for error in _errors(parser)}
-        for node in load_model(model, weights=False).graph.node:
+        for node in loaded.graph.node:
             if node.domain in ("", "ai.onnx") and not parser.supports_operator(node.op_type):
                 refused.setdefault(
                     node.name, Refusal(node.name, node.op_type, "TensorRT-RTX does not know this operator")
@@ -104,9 +106,11 @@ class TensorRtRtx:
         trt = _library()
         _logger().loud = True
         model = load_model(request.model, weights=False)
+        wanted = requests(model)
+        guarded, islands = guard_islands(model)
         say(Progress("parsing"))
         builder = _builder(trt)
-        network, parser = _parse(trt, builder, request.model)
+        network, parser = _parse(trt, builder, guarded, request.model)
         refused = _errors(parser)
         if refused:
             raise EngineError(
@@ -127,10 +131,13 @@ class TensorRtRtx:
             files=(ENGINE,),
             inputs=_tensors(network.get_input(i) for i in range(network.num_inputs)),
             outputs=_tensors(network.get_output(i) for i in range(network.num_outputs)),
-            layers=read_back(requests(model), _network_types(network), layers, _weight_elements(model)),
+            layers=read_back(wanted, _network_types(network), layers, _weight_elements(model)),
             read_from="the engine's layer table in the build log, and the parsed strongly typed network"
             if layers
             else "the parsed strongly typed network",
+            lowered=(f"{len(islands)} FP32 node(s) between FP16 casts guarded by LeakyRelu(alpha=1)",)
+            if islands
+            else (),
             warnings=tuple(dict.fromkeys(_logger().warnings())),
         )
 
@@ -194,11 +201,11 @@ def _builder(trt: Any) -> Any:
     return trt.Builder(_logger())
 
 
-def _parse(trt: Any, builder: Any, model: Path) -> tuple[Any, Any]:
-    """A strongly typed network and the parser that filled it (or gave up, see its errors)."""
+def _parse(trt: Any, builder: Any, model: onnx.ModelProto, path: Path) -> tuple[Any, Any]:
+    """A strongly typed network and the parser that filled it, or gave up: see its errors. Weights lie beside `path`."""
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, _logger())
-    parser.parse_from_file(str(model))
+    parser.parse(model.SerializeToString(), str(path))
     return network, parser
 
 
