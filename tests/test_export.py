@@ -228,9 +228,25 @@ def test_branch_frozen_by_the_legacy_exporter_is_found_by_experiment(tmp_path):
     assert "shape/value" in rules(judge(Branch(), tmp_path, exporter="legacy"))
 
 
-def test_loop_over_a_dynamic_dimension_is_blocked(tmp_path):
+def test_loop_over_a_dynamic_dimension_is_blocked_at_its_line(tmp_path):
     judgement = judge(Loop(), tmp_path, {"x": declared("time", time=DimSettings(min=2, opt=3, max=6))})
+    assert "control-flow/loop-over-size" in rules(judgement)
     assert {"shape/value", "shape/graph-fails"} & set(rules(judgement))
+    blocked = [f for f in judgement.findings if f.severity == "block"]
+    assert {(f.file, f.line) for f in blocked} == {("test_export.py", line_of("Loop"))}
+
+
+class Rare(nn.Module):
+    def forward(self, x):
+        if x.abs().sum() > 1e9:  # the finding's line
+            return x * 0
+        return x + 1
+
+
+def test_branch_that_no_tried_input_takes_is_blocked_when_tracing_froze_it(tmp_path):
+    judgement = judge(Rare(), tmp_path, exporter="legacy")
+    assert rules(judgement) == ["control-flow/branch-on-value"]
+    assert (judgement.findings[0].file, judgement.findings[0].line) == ("test_export.py", line_of("Rare"))
 
 
 def test_loop_over_a_static_dimension_is_exported(tmp_path):
@@ -257,7 +273,7 @@ def test_dynamic_batch_is_read_back_from_the_file(tmp_path, exporter):
 
 
 def test_size_baked_into_a_value_is_found_though_all_shapes_are_right(tmp_path):
-    assert "shape/value" in rules(judge(Net(lambda _, x: x * len(x)), tmp_path))
+    assert rules(judge(Net(lambda _, x: x * len(x)), tmp_path)) == ["shape/size-as-number", "shape/value"]
 
 
 def test_dimension_whose_range_is_one_number_is_static(tmp_path):
@@ -360,6 +376,20 @@ def test_node_knows_its_module_and_source_line(tmp_path):
 def test_opset_is_the_one_asked_for(tmp_path, opset):
     assert rules(judge(small_net(), tmp_path, {"x": declared(3, 8, 8)}, opset=opset)) == []
     assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == opset
+
+
+def test_older_opset_comes_from_the_exporter_that_writes_it(tmp_path):
+    judgement = judge(small_net(), tmp_path, {"x": declared(3, 8, 8)}, opset=16)
+    assert rules(judgement) == []
+    assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == 16
+    assert judgement.exported.exporter == "legacy"
+    assert "no opset below 18" in judgement.exported.failures[0].message
+
+
+def test_opset_that_the_exporter_only_writes_on_the_label_is_blocked(tmp_path):
+    """ReduceSum takes its axes as an input since 13; under the number 12 the file is no ONNX."""
+    judgement = judge(Net(lambda _, x: x.sum(1)), tmp_path, opset=12, exporter="dynamo")
+    assert {"operators/invalid-graph", "operators/opset"} & set(rules(judgement))
 
 
 def test_tied_weights_are_written_once(tmp_path):

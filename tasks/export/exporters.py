@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 Exporter = Literal["dynamo", "legacy"]
 
 _QUIET = ("torch", "onnxscript")
-_ROOT = "model"
+
+DYNAMO_OPSET = 18
+"""Oldest opset that the dynamo exporter translates to; asked for less, it relabels or converts, often wrongly."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ def export_module(
     adapter = _adapter(module, binding)
     failures: list[Diagnosis] = []
     with torch.no_grad(), _quiet():
-        if settings.exporter != "legacy":
+        if settings.exporter == "auto" and settings.opset < DYNAMO_OPSET:
+            failures.append(Diagnosis(f"the dynamo exporter has no opset below {DYNAMO_OPSET}"))
+        elif settings.exporter != "legacy":
             for free in (False, True) if dims else (False,):
                 try:
                     model = _dynamo(adapter, inputs, dims, tensors, settings.opset, free=free)

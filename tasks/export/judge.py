@@ -198,7 +198,7 @@ def _exporter_findings(exported: Exported, roots: Sequence[Path]) -> list[Findin
             Finding(
                 rule="operators/legacy-exporter",
                 severity="warn",
-                message=f"torch.export could not capture forward, tracing did: {exported.failures[-1].message}",
+                message=f"the graph was traced, not captured by torch.export: {exported.failures[-1].message}",
                 hint="tracing freezes what Python decides; only the comparison with PyTorch vouches for this graph",
                 **_place(exported.failures[-1], roots),
             )
