@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 MASK = "***"
@@ -25,7 +26,7 @@ def mask_uris(text: str) -> str:
     Nothing that is not certainly a secret changes: safe on any file's text.
     """
     text = _QUERY.sub(rf"\1{MASK}", _USERINFO.sub(rf"\1{MASK}@", text))
-    for value in _environment_secrets():
+    for value in _secrets(frozenset(os.environ.items())):
         text = text.replace(value, MASK)
     return text
 
@@ -56,7 +57,8 @@ def mask_data(data: object) -> object:
     return mask(data) if isinstance(data, str) else data
 
 
-def _environment_secrets() -> list[str]:
+@lru_cache(maxsize=4)
+def _secrets(environment: frozenset[tuple[str, str]]) -> list[str]:
     """Values of environment variables whose names say that they are secret; longest first."""
-    found = {v for n, v in os.environ.items() if is_secret(n) and len(v) >= _SHORTEST and not Path(v).exists()}
+    found = {v for n, v in environment if is_secret(n) and len(v) >= _SHORTEST and not Path(v).exists()}
     return sorted(found, key=len, reverse=True)
