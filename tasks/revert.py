@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,13 +62,22 @@ class RevertRow(BaseModel):
 
 
 class RevertTrial(BaseModel):
-    """One evaluation on the whole search set: what was tried, how many convolutions were reverted, the drop."""
+    """One evaluation on the whole search set.
+
+    Attributes:
+        step: what was tried.
+        reverted: how many convolutions were reverted.
+        drop: of the metric.
+        stderr: its paired standard error, where the metric has per-sample scores.
+        within: whether drop plus standard error was within the target.
+    """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
     step: str
     reverted: int
     drop: Figure
+    stderr: Figure | None
     within: bool
 
 
@@ -77,7 +86,8 @@ class RevertTable(BaseModel):
 
     Attributes:
         budget: largest drop allowed.
-        target: what the search aimed at: the budget, or the drop without any INT8 where that is already more.
+        target: what drop plus standard error were held to: the budget, or what they are without any INT8 where that is
+            more.
         drop: drop of int8-mixed on the search set; infinite when the metric had no value.
         stderr: its paired standard error.
         drop_without_int8: drop of the same graph with every convolution reverted.
@@ -135,9 +145,9 @@ def revert(
 
     1. Rank: each convolution alone in INT8, everything else FP32, on a few search samples, by the noise it puts on the
        worst output.
-    2. Search (tasks/graph/search.py): revert from the most damaging down until the drop is within the budget, then
-       quantize again what turned out harmless, until quantizing any single one breaks the budget. Each evaluation is
-       the FP16 emulation of exactly the graph that would be written, on the whole search set.
+    2. Search (tasks/graph/search.py): revert from the most damaging down until the drop plus its standard error is
+       within the budget, then quantize again what turned out harmless, until quantizing any single one breaks that.
+       Each evaluation is the FP16 emulation of exactly the graph that would be written, on the whole search set.
     3. Where the FP16 plan without INT8 is over the budget already, the search aims at not being worse than that.
 
     Writes ``int8-mixed/model.onnx`` (always: the best candidate found) and ``reverted.json``.
@@ -167,15 +177,17 @@ def revert(
     with progress.track("revert", total=None) as bar:
         ranking = _rank(graph, plan, judge, bar)
         without = judge.drop(builder.build(()))
-        target = max(budget.max_drop, without.value) if math.isfinite(without.value) else budget.max_drop
+        target = max(budget.max_drop, _cautious(without)) if math.isfinite(without.value) else budget.max_drop
         drops: dict[frozenset[str], Drop] = {frozenset(): without}
+        measured: list[Drop] = []
 
         def measure(reverted: frozenset[str]) -> float:
             kept = frozenset(builder.convs) - reverted
             if kept not in drops:
                 drops[kept] = judge.drop(builder.build(kept))
                 bar.advance()
-            return drops[kept].value
+            measured.append(drops[kept])
+            return _cautious(drops[kept])
 
         order = [Item(row.conv, (row.conv,)) for row in ranking]
         search = Search(measure, target, nodes=max(len(order), 1))
@@ -194,9 +206,10 @@ def revert(
         stderr=found.stderr,
         drop_without_int8=without.value,
         ranked_samples=min(RANKED_SAMPLES, len(dataset)),
-        rows=tuple(_row(rank, entry, outcome, target) for rank, entry in enumerate(ranking, start=1)),
+        rows=tuple(_row(rank, entry, kept, drops, target) for rank, entry in enumerate(ranking, start=1)),
         trials=tuple(
-            RevertTrial(step=t.step, reverted=t.restored, drop=t.drop, within=t.within) for t in outcome.trials
+            RevertTrial(step=t.step, reverted=t.restored, drop=d.value, stderr=d.stderr, within=t.within)
+            for t, d in zip(outcome.trials, measured, strict=True)
         ),
     )
     (out / REVERTED_FILE).write_text(written.model_dump_json(indent=1) + "\n")
@@ -324,29 +337,37 @@ def _rank(graph: ir.Model, plan: qdq.Quantization, judge: _Judge, bar: progress.
     return sorted(ranked, key=lambda entry: -entry.noise)
 
 
-def _row(rank: int, entry: _Ranked, outcome: Outcome, target: float) -> RevertRow:
-    reverted = entry.conv in {item.name for item in outcome.kept}
-    again = outcome.without.get(entry.conv)
-    if not reverted:
-        reason = f"in INT8 together with the others the drop is {outcome.drop:.4g}"
-    elif again is not None and again <= target:
-        reason = "it could be quantized again, but evaluations ran out"
-    elif again is not None:
-        reason = f"quantized again, it alone brings the drop to {again:.4g}, more than {target:.4g}"
-    elif outcome.within:
+def _cautious(drop: Drop) -> float:
+    """The drop plus its standard error: a choice that only just looks good on the search set is not taken."""
+    return drop.value + (drop.stderr or 0.0)
+
+
+def _row(
+    rank: int, entry: _Ranked, kept: frozenset[str], drops: Mapping[frozenset[str], Drop], target: float
+) -> RevertRow:
+    again = drops.get(kept | {entry.conv}) if entry.conv not in kept else None
+    if entry.conv in kept:
+        reason = f"in INT8 together with the others the drop is {_shown(drops[kept])}"
+    elif again is None:
         reason = "reverted by its rank; evaluations ran out before it was tested alone"
+    elif _cautious(again) <= target:
+        reason = "it could be quantized again, but evaluations ran out"
     else:
-        reason = "reverted by its rank; no choice met the budget"
+        reason = f"quantized again, it alone brings the drop to {_shown(again)}; allowed is {target:.4g} with its error"
     return RevertRow(
         conv=entry.conv,
         depthwise=entry.depthwise,
-        quantized=not reverted,
+        quantized=entry.conv in kept,
         rank=rank,
         alone_sqnr_db=round(-10 * math.log10(entry.noise), 2) if 0 < entry.noise < math.inf else None,
         alone_drop=entry.drop,
-        drop_if_quantized=again,
+        drop_if_quantized=None if again is None else again.value,
         reason=reason,
     )
+
+
+def _shown(drop: Drop) -> str:
+    return f"{drop.value:.4g}" if drop.stderr is None else f"{drop.value:.4g} ± {drop.stderr:.2g}"
 
 
 def _warnings(found: Drop, without: Drop, budget: BudgetSettings, outcome: Outcome, builder: _Builder) -> list[str]:

@@ -177,7 +177,7 @@ def quantized_convs(model: ir.Model) -> set[str]:
 
 
 def test_the_harmful_convolution_is_reverted_and_the_harmless_one_is_not(revert: Revert) -> None:
-    made, table = revert(sensitive_model(), max_drop=0.02)
+    made, table = revert(sensitive_model(), max_drop=0.03)
     assert made.report["reverted"] == ["picky"]
     assert made.report["quantized"] == 1
     assert made.report["within_budget"]
@@ -192,8 +192,8 @@ def test_the_harmful_convolution_is_reverted_and_the_harmless_one_is_not(revert:
     assert picky.alone_sqnr_db < 10 < 30 < plain.alone_sqnr_db
     assert picky.alone_drop > 0.2
     assert picky.drop_if_quantized is not None
-    assert picky.drop_if_quantized > 0.02
-    assert picky.reason == f"quantized again, it alone brings the drop to {picky.drop_if_quantized:.4g}, more than 0.02"
+    assert picky.drop_if_quantized > 0.03
+    assert picky.reason.startswith(f"quantized again, it alone brings the drop to {picky.drop_if_quantized:.4g} ± ")
 
 
 def test_drop_is_that_of_the_written_graph_on_the_search_set(revert: Revert, tmp_path: Path) -> None:
