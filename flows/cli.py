@@ -369,7 +369,7 @@ def _print(compiled: Compiled) -> None:
 
         from enginesmith.tasks.table import choose_champions, table
 
-        Console(width=None if sys.stdout.isatty() else 120).print(table(compiled.rows))
+        Console(width=None if sys.stdout.isatty() else 120).print(table(compiled.rows, metric=compiled.metric))
         for verdict in choose_champions(compiled.rows)[1]:
             click.echo(f"{verdict.target}: {verdict.reason}")
     else:

@@ -18,7 +18,8 @@ def lint_pipeline(path: Path) -> list[Finding]:
     from enginesmith.tasks.export.lint import lint
     from enginesmith.tasks.modules import load_folded
 
-    with watched(path, record=False) as pipeline:
+    with watched(path, record=False) as watch:
+        pipeline = watch.pipeline
         plan = make_plan(pipeline, until="fold")
         artifacts = run_stages(plan, plain_call(plan.store)).artifacts
         subject = plan.source.path if plan.is_onnx else load_folded(factory_of(pipeline), artifacts["fold"])

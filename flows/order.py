@@ -109,6 +109,7 @@ class Compiled:
     """What a compile made.
 
     Attributes:
+        metric: the metric's name, for people.
         stages: artifact (or future) per label: a stage's name, or ``build/TARGET/VARIANT`` and ``measure/…``.
         rows: one row per variant and target, once everything is measured.
         recorded: where MLflow keeps it.
@@ -116,6 +117,7 @@ class Compiled:
         seconds: wall time, once it is finished.
     """
 
+    metric: str = "metric"
     stages: dict[str, Any] = field(default_factory=dict)
     rows: tuple[VariantRow, ...] = ()
     recorded: Recorded | None = None
@@ -147,7 +149,7 @@ def run_stages(plan: Plan, call: Call) -> Compiled:
     Returns:
         The stages' results by label, as `call` returned them.
     """
-    done = Compiled()
+    done = Compiled(plan.pipeline.settings.data.metric.call.rpartition(":")[2])
     last = STAGES.index(plan.until)
 
     def step(stage: Stage, *, label: str = "", **inputs: Any) -> Any:
@@ -270,25 +272,43 @@ def compile_plain(
 @contextmanager
 def compiling(path: Path, *, checkpoint: Path | None, until: StageName) -> Iterator[Plan]:
     """Load and plan a pipeline, its code importable; errors get their place and leave a failed MLflow run."""
-    with watched(path) as pipeline:
-        yield make_plan(pipeline, checkpoint=checkpoint, until=until)
+    with watched(path) as watch:
+        plan = make_plan(watch.pipeline, checkpoint=checkpoint, until=until)
+        watch.source_sha256 = plan.source.sha256
+        yield plan
 
 
 def preflight(path: Path, checkpoint: Path | None = None) -> None:
     """Check what can be known without reading the checkpoint; errors are those of `compiling`."""
-    with watched(path) as pipeline:
-        _checkpoint(pipeline, checkpoint)
-        _targets(pipeline)
+    with watched(path) as watch:
+        _checkpoint(watch.pipeline, checkpoint)
+        _targets(watch.pipeline)
+
+
+@dataclass
+class Watch:
+    """What is known of a compile when it fails.
+
+    Attributes:
+        pipeline: its file.
+        source_sha256: digest of its checkpoint, once it was read.
+        started: when it began.
+    """
+
+    pipeline: Pipeline
+    source_sha256: str = ""
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
 @contextmanager
-def watched(path: Path, *, record: bool = True) -> Iterator[Pipeline]:
+def watched(path: Path, *, record: bool = True) -> Iterator[Watch]:
     """Load a pipeline, its code importable; errors get their place and, with `record`, leave a failed MLflow run."""
     progress.reset()
-    pipeline = load_pipeline(path)
-    with located(pipeline), recording_failure(pipeline) if record else nullcontext(), importable(pipeline.folder):
+    watch = Watch(load_pipeline(path))
+    pipeline = watch.pipeline
+    with recording_failure(watch) if record else nullcontext(), located(pipeline), importable(pipeline.folder):
         try:
-            yield pipeline
+            yield watch
         except BaseException:
             progress.interrupt()  # work that goes on in other threads ends at its next step
             raise
@@ -395,16 +415,21 @@ def located(pipeline: Pipeline) -> Iterator[None]:
 
 
 @contextmanager
-def recording_failure(pipeline: Pipeline) -> Iterator[None]:
+def recording_failure(watch: Watch) -> Iterator[None]:
     """Leave a failed MLflow run behind when a compile fails or is stopped."""
-    started = datetime.now(UTC)
     try:
         yield
     except BaseException as error:
         from enginesmith.tasks.record import record_failure
 
         try:
-            record_failure(pipeline, error, started=started)
+            record_failure(
+                watch.pipeline,
+                error,
+                started=watch.started,
+                stage=getattr(error, "stage", ""),
+                source_sha256=watch.source_sha256,
+            )
         except Exception as second:  # the first error is the one to report
             progress.note(f"the failure could not be recorded in MLflow: {second}")
         raise

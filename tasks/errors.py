@@ -14,7 +14,12 @@ class EnginesmithError(Exception):
         key: the key of pipeline.yaml that is at fault, dotted (``model.checkpoint``); the command line adds file:line.
         hint: what to do next.
         details: further lines (a list of keys, a child's log); the command line cuts them to one screen.
+
+    Attributes:
+        stage: the stage in which it happened, set on its way up; empty outside of stages.
     """
+
+    stage: str = ""
 
     def __init__(
         self, found: str, *, where: str = "", key: str = "", hint: str = "", details: Iterable[str] = ()

@@ -103,6 +103,13 @@ class Stage:
 
     def __call__(self, *, store: Store, **inputs: object) -> Artifact:
         """The artifact for these inputs: from the store when it is there, else made by running the stage."""
+        try:
+            return self._find_or_make(store, inputs)
+        except EnginesmithError as error:
+            error.stage = error.stage or self.name
+            raise
+
+    def _find_or_make(self, store: Store, inputs: Mapping[str, object]) -> Artifact:
         resolved = {name: value.resolve() if isinstance(value, Part) else value for name, value in inputs.items()}
         progress.checkpoint()
         explained = self.explain(**resolved)

@@ -98,7 +98,9 @@ def test_the_command_prints_one_screen_and_marks_the_run_failed(project: Project
     assert "Traceback" not in done.stderr
     assert any(line.startswith("error: ") for line in lines)
     with sqlite3.connect(project.store / "mlflow.db") as database:
-        assert database.execute("select status from runs").fetchall() == [("FAILED",)]
+        ((status, name),) = database.execute("select status, name from runs").fetchall()
+    assert status == "FAILED"
+    assert name.endswith("failed in fold")
 
 
 def test_a_file_that_is_no_pipeline(tmp_path: Path) -> None:
