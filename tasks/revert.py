@@ -29,6 +29,9 @@ from enginesmith.tasks.stage import Stage
 from enginesmith.tasks.store import Artifact
 
 REVERTED_FILE = "reverted.json"
+CONFIDENCE = 1.645
+"""Standard errors that are added to a drop before it is held to the budget: one-sided 95 % of a normal distribution."""
+
 RANKED_SAMPLES = 32
 """Search samples on which each convolution is quantized alone."""
 
@@ -69,7 +72,7 @@ class RevertTrial(BaseModel):
         reverted: how many convolutions were reverted.
         drop: of the metric.
         stderr: its paired standard error, where the metric has per-sample scores.
-        within: whether drop plus standard error was within the target.
+        within: whether the drop was within the target with 95 % confidence.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -86,8 +89,8 @@ class RevertTable(BaseModel):
 
     Attributes:
         budget: largest drop allowed.
-        target: what drop plus standard error were held to: the budget, or what they are without any INT8 where that is
-            more.
+        target: what the upper end of a drop's confidence interval was held to: the budget, or that end without any INT8
+            where it is more.
         drop: drop of int8-mixed on the search set; infinite when the metric had no value.
         stderr: its paired standard error.
         drop_without_int8: drop of the same graph with every convolution reverted.
@@ -145,8 +148,8 @@ def revert(
 
     1. Rank: each convolution alone in INT8, everything else FP32, on a few search samples, by the noise it puts on the
        worst output.
-    2. Search (tasks/graph/search.py): revert from the most damaging down until the drop plus its standard error is
-       within the budget, then quantize again what turned out harmless, until quantizing any single one breaks that.
+    2. Search (tasks/graph/search.py): revert from the most damaging down until the drop is within the budget with
+       95 % confidence, then quantize again what turned out harmless, until quantizing any single one breaks that.
        Each evaluation is the FP16 emulation of exactly the graph that would be written, on the whole search set.
     3. Where the FP16 plan without INT8 is over the budget already, the search aims at not being worse than that.
 
@@ -338,8 +341,11 @@ def _rank(graph: ir.Model, plan: qdq.Quantization, judge: _Judge, bar: progress.
 
 
 def _cautious(drop: Drop) -> float:
-    """The drop plus its standard error: a choice that only just looks good on the search set is not taken."""
-    return drop.value + (drop.stderr or 0.0)
+    """The upper end of the drop's one-sided 95 % confidence interval (normal approximation).
+
+    A choice that only just looks good on the search set is not taken.
+    """
+    return drop.value + CONFIDENCE * (drop.stderr or 0.0)
 
 
 def _row(
@@ -353,7 +359,7 @@ def _row(
     elif _cautious(again) <= target:
         reason = "it could be quantized again, but evaluations ran out"
     else:
-        reason = f"quantized again, it alone brings the drop to {_shown(again)}; allowed is {target:.4g} with its error"
+        reason = f"quantized again, it alone brings the drop to {_shown(again)}; 95 % sure of {target:.4g} is wanted"
     return RevertRow(
         conv=entry.conv,
         depthwise=entry.depthwise,
