@@ -51,22 +51,22 @@ def compile_command(
     pipeline: Path, checkpoint: Path | None, until: str, plain: bool, remeasure: bool, as_json: bool
 ) -> None:
     """Compile PIPELINE (a pipeline.yaml) to every variant on every target."""
-    from enginesmith.flows.order import compile_plain, stage_name
+    from enginesmith.flows.order import BuildsFailedError, compile_plain, preflight, stage_name
 
     last = stage_name(until)
-    if plain:
-        compiled = compile_plain(pipeline, checkpoint=checkpoint, until=last, remeasure=remeasure)
-    else:
-        from enginesmith.flows.order import preflight
+    show = _print_json if as_json else _print
+    try:
+        if plain:
+            compiled = compile_plain(pipeline, checkpoint=checkpoint, until=last, remeasure=remeasure)
+        else:
+            preflight(pipeline, checkpoint)  # what is wrong in the file is said before a server starts
+            from enginesmith.flows.compile import compile_checkpoint
 
-        preflight(pipeline, checkpoint)  # what is wrong in the file is said before a server starts
-        from enginesmith.flows.compile import compile_checkpoint
-
-        compiled = compile_checkpoint(pipeline, checkpoint=checkpoint, until=last, remeasure=remeasure)
-    if as_json:
-        click.echo(json.dumps(as_data(compiled), allow_nan=False))
-    else:
-        _print(compiled)
+            compiled = compile_checkpoint(pipeline, checkpoint=checkpoint, until=last, remeasure=remeasure)
+    except BuildsFailedError as error:
+        show(error.compiled)
+        raise
+    show(compiled)
 
 
 @cli.command()
@@ -94,7 +94,7 @@ def lint(pipeline: Path, as_json: bool) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--weights", default="auto", show_default=True, help="Which weights: auto, ema, model, or a key.")
 @click.option("--dtype", type=click.Choice(["float32", "float16"]), help="Convert floating-point weights.")
-@click.option("--allow-pickle", is_flag=True, help="Open whole pickled modules: runs code from the file.")
+@click.option("--allow-pickle", is_flag=True, help="Read weights out of whole pickled modules; nothing in them runs.")
 @_json
 def slim(source: Path, out: Path, weights: str, dtype: str | None, allow_pickle: bool, as_json: bool) -> None:
     """Keep the weights of the checkpoint SOURCE and write them to OUT (.safetensors)."""
@@ -356,9 +356,14 @@ def as_data(compiled: Compiled) -> dict[str, Any]:
             for label, a in compiled.artifacts.items()
         },
         "variants": [row.model_dump(mode="json") for row in compiled.rows],
+        "failures": {label: str(error) for label, error in compiled.failures.items()},
         "mlflow": asdict(compiled.recorded) if compiled.recorded else None,
         "seconds": round(compiled.seconds, 3),
     }
+
+
+def _print_json(compiled: Compiled) -> None:
+    click.echo(json.dumps(as_data(compiled), allow_nan=False))
 
 
 def _print(compiled: Compiled) -> None:

@@ -9,8 +9,9 @@ from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from enginesmith.flows.order import Call, Compiled, StageName, compiling, finish, run_stages, said
+from enginesmith.flows.order import Call, Compiled, Failed, StageName, compiling, finish, run_stages, said
 from enginesmith.tasks import progress
+from enginesmith.tasks.errors import EnginesmithError, Interrupted
 from enginesmith.tasks.stage import Stage
 from enginesmith.tasks.store import Store
 
@@ -41,10 +42,24 @@ def compile_checkpoint(
 
 
 def settle(compiled: Compiled) -> None:
-    """Wait for every submitted stage and put its artifact in place of its future; the first real failure is raised."""
+    """Wait for every submitted stage and put its artifact in place of its future.
+
+    The first failure is raised, except those of builds: they stand in for their artifacts, and the others go on.
+    """
+    failed: dict[str, Failed] = {}
     for label, future in compiled.stages.items():
-        compiled.stages[label] = future.result()
-        progress.note(said(label, compiled.stages[label]))
+        stage, _, place = label.partition("/")
+        try:
+            compiled.stages[label] = future.result()
+        except Exception as error:
+            if stage == "build" and isinstance(error, EnginesmithError) and not isinstance(error, Interrupted):
+                failed[place] = Failed(error)
+                progress.note(f"{label} failed: {error.found}")
+            elif not (stage == "measure" and place in failed):
+                raise
+            compiled.stages[label] = failed[place]
+        else:
+            progress.note(said(label, compiled.stages[label]))
 
 
 def _submit_to(store: Store) -> Call:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from enginesmith.tasks import progress
-from enginesmith.tasks.errors import EnginesmithError
+from enginesmith.tasks.errors import EnginesmithError, Interrupted
 from enginesmith.tasks.settings import VARIANTS, Pipeline, VariantName, load_pipeline
 from enginesmith.tasks.stage import Part, SourceFile, Stage
 from enginesmith.tasks.store import Artifact, Store
@@ -130,9 +130,45 @@ class Compiled:
         return {label: value for label, value in self.stages.items() if isinstance(value, Artifact)}
 
     @property
-    def all_cached(self) -> bool:
-        """Whether no stage had to run."""
-        return all(artifact.cached for artifact in self.artifacts.values())
+    def failures(self) -> dict[str, EnginesmithError]:
+        """The builds that failed, by label; the variants and targets beside them went on."""
+        return {
+            label: value.error
+            for label, value in self.stages.items()
+            if isinstance(value, Failed) and label.startswith("build/")
+        }
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A build that failed, in the place of its artifact and of what would have been measured through it."""
+
+    error: EnginesmithError
+
+
+class BuildsFailedError(EnginesmithError):
+    """Some builds failed; everything else was compiled, measured and recorded.
+
+    Attributes:
+        compiled: what was made all the same.
+    """
+
+    compiled: Compiled
+
+    @classmethod
+    def of(cls, compiled: Compiled) -> BuildsFailedError:
+        """The first failure as the error, the others as its details."""
+        (label, first), *rest = compiled.failures.items()
+        error = cls(
+            f"{label} failed: {first.found}",
+            where=first.where,
+            key=first.key,
+            hint=first.hint,
+            details=[*first.details, *(f"{other} failed: {e.found}" for other, e in rest)],
+        )
+        error.stage = "build"
+        error.compiled = compiled
+        return error
 
 
 class _Reached(Exception):  # noqa: N818 - not an error: `until` has been reached
@@ -378,6 +414,9 @@ def finish(
             variants=plan.variants,
             max_drop=plan.pipeline.settings.budget.max_drop,
             sessions=found,
+            notes={
+                label.partition("/")[2]: [f"build failed: {error.found}"] for label, error in compiled.failures.items()
+            },
         )
         if plan.until == "record":
             made = CompileRecord(
@@ -392,14 +431,21 @@ def finish(
             )
             compiled.recorded = call("record", record, compiled=made)
     compiled.seconds = (datetime.now(UTC) - compiled.started).total_seconds()
+    if compiled.failures:
+        raise BuildsFailedError.of(compiled)
 
 
 def _timed(target: Target, artifacts: Mapping[str, Artifact]) -> list[TimedEngine]:
     """The target's engines that really execute their precision on this host."""
+    from enginesmith.tasks.backends import refused
     from enginesmith.tasks.latency import TimedEngine
 
     engines = {v: artifacts.get(f"build/{target.name}/{v}") for v in VARIANTS if v in target.executes}
-    return [TimedEngine(v, target.backend, engine) for v, engine in engines.items() if engine is not None]
+    return [
+        TimedEngine(v, target.backend, engine)
+        for v, engine in engines.items()
+        if engine is not None and not refused(engine)
+    ]
 
 
 @contextmanager
@@ -419,6 +465,8 @@ def recording_failure(watch: Watch) -> Iterator[None]:
     """Leave a failed MLflow run behind when a compile fails or is stopped."""
     try:
         yield
+    except BuildsFailedError:  # recorded already, with everything that did not fail
+        raise
     except BaseException as error:
         from enginesmith.tasks.record import record_failure
 
@@ -442,8 +490,17 @@ def _call_function(label: str, function: Callable[..., Any], **inputs: Any) -> A
 def plain_call(store: Store) -> Call:
     """A `call` that runs each stage on the spot and says so."""
 
-    def call(label: str, stage: Stage, **inputs: Any) -> Artifact:
-        artifact = stage(store=store, **inputs)
+    def call(label: str, stage: Stage, **inputs: Any) -> Artifact | Failed:
+        for value in inputs.values():
+            if isinstance(value, Failed):
+                return value
+        try:
+            artifact = stage(store=store, **inputs)
+        except EnginesmithError as error:
+            if stage.name != "build" or isinstance(error, Interrupted):
+                raise
+            progress.note(f"{label} failed: {error.found}")
+            return Failed(error)
         progress.note(said(label, artifact))
         return artifact
 
@@ -459,6 +516,7 @@ def said(label: str, artifact: Artifact) -> str:
 def _targets(pipeline: Pipeline) -> tuple[Target, ...]:
     """The targets as they are on this host; a backend that is not installed or an unknown option ends the compile."""
     from enginesmith.tasks.backends import engine_errors, find_backend
+    from enginesmith.tasks.engines.child import TIMEOUT
     from enginesmith.tasks.engines.spec import merged_options
 
     found = []
@@ -471,7 +529,7 @@ def _targets(pipeline: Pipeline) -> tuple[Target, ...]:
                 hint=f"pip install {backend.extra}, or remove the target",
             )
         with engine_errors(key=f"targets.{name}"):
-            options = merged_options(backend.options, settings.options, backend=settings.backend)
+            options = merged_options((*backend.options, TIMEOUT), settings.options, backend=settings.backend)
         found.append(
             Target(
                 name,

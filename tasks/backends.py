@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from enginesmith.tasks.engines import backend
 from enginesmith.tasks.engines.manifest import read_manifest
 from enginesmith.tasks.engines.precision import counts, load_model, requests
-from enginesmith.tasks.engines.spec import MODEL, Backend, Dim, EngineError, Input, Manifest
+from enginesmith.tasks.engines.spec import MODEL, Backend, Dim, EngineError, Input, Manifest, RefusedError
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.settings import InputSettings
 from enginesmith.tasks.store import Artifact
 
 KEY = "targets"
+REFUSED = "refused.json"
 
 
 @contextmanager
@@ -43,6 +46,24 @@ def refusal(name: str, variant: str) -> str:
     if variant in found.builds():
         return ""
     return f"{name} does not keep the precision of {variant}; it builds {', '.join(sorted(found.builds()))}"
+
+
+def write_refusal(error: RefusedError, folder: Path) -> None:
+    """Keep what a backend said of a model that it does not take."""
+    for left in folder.iterdir():
+        left.unlink()
+    nodes = [{"node": r.node, "op": r.op, "reason": r.reason} for r in error.refusals]
+    (folder / REFUSED).write_text(json.dumps({"found": error.found, "nodes": nodes}, indent=1) + "\n")
+
+
+def refused(engine: Artifact) -> str:
+    """Why a build artifact holds no engine: what the backend said and the first node that it named; else empty."""
+    path = engine.path / REFUSED
+    if not path.exists():
+        return ""
+    data = json.loads(path.read_text())
+    named = "".join(f": {n['node']} ({n['op']}): {n['reason']}" for n in data["nodes"][:1])
+    return f"{data['found']}{named}"
 
 
 def engine_manifest(engine: Artifact) -> Manifest:

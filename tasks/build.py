@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from enginesmith.tasks import progress
-from enginesmith.tasks.backends import KEY, engine_errors, engine_inputs, find_backend, refusal
+from enginesmith.tasks.backends import KEY, engine_errors, engine_inputs, find_backend, refusal, write_refusal
 from enginesmith.tasks.engines.child import build_engine
 from enginesmith.tasks.engines.profiles import profile_of
-from enginesmith.tasks.engines.spec import MODEL, BuildRequest, Progress
+from enginesmith.tasks.engines.spec import MODEL, BuildRequest, Progress, RefusedError
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.progress import Bar
 from enginesmith.tasks.settings import InputSettings
@@ -35,19 +35,21 @@ class BuildReport(BaseModel):
         warnings: the builder's own warnings.
         build_s: seconds that the build took, an observation.
         peak_memory_mb: highest resident memory of the builder in MiB, an observation.
+        refused: what the backend said when it does not take the model; there is no engine then.
     """
 
     backend: str
     variant: str
-    size_bytes: int
-    requested: dict[str, int]
-    read_back: dict[str, int]
-    unseen: int
-    read_from: str
-    lowered: tuple[str, ...]
-    warnings: tuple[str, ...]
-    build_s: float
-    peak_memory_mb: float
+    size_bytes: int = 0
+    requested: dict[str, int] = {}
+    read_back: dict[str, int] = {}
+    unseen: int = 0
+    read_from: str = ""
+    lowered: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    build_s: float = 0.0
+    peak_memory_mb: float = 0.0
+    refused: str = ""
 
 
 def build_variant(
@@ -62,8 +64,11 @@ def build_variant(
 ) -> BuildReport:
     """Build one variant with one backend, in a child process, and compare the precision that came out.
 
+    A model that the backend does not take is a result too: the folder then holds refused.json and no engine, so that
+    the other targets go on and the same question is not asked again.
+
     Args:
-        out: empty folder; receives the engine's files, engine.json and precision.json.
+        out: empty folder; receives the engine's files, engine.json and precision.json, or refused.json.
         model: the variant's ONNX artifact.
         variant: its name.
         inputs: declared inputs; their ranges become the optimization profile.
@@ -72,9 +77,8 @@ def build_variant(
         fingerprint: what the target said of itself; part of the key, compared with this host here.
 
     Raises:
-        EnginesmithError: the backend is not installed, does not keep this variant's precision, refuses the model, the
-            inputs or an option, failed, crashed or ran out of time; or the engine has another precision than the
-            graph asks for.
+        EnginesmithError: the backend is not installed, does not keep this variant's precision, refuses the inputs or
+            an option, failed, crashed or ran out of time; or the engine has another precision than the graph asks for.
     """
     found = find_backend(backend)
     why_not = refusal(backend, variant)
@@ -89,7 +93,11 @@ def build_variant(
     with engine_errors(), progress.track(f"build {variant} for {backend}", total=1.0) as bar:
         profile = profile_of(engine_inputs(inputs))
         request = BuildRequest(model=model.path / MODEL, variant=variant, profiles=(profile,), options=options)
-        result = build_engine(found, request, out, tick=_Ticker(bar))
+        try:
+            result = build_engine(found, request, out, tick=_Ticker(bar))
+        except RefusedError as error:
+            write_refusal(error, out)
+            return BuildReport(backend=backend, variant=variant, refused=str(error))
     manifest = result.manifest
     return BuildReport(
         backend=backend,

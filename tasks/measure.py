@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.tasks import progress
-from enginesmith.tasks.backends import engine_errors, find_backend
+from enginesmith.tasks.backends import engine_errors, find_backend, refused
 from enginesmith.tasks.data import load_dataset
 from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.graph import io
@@ -69,7 +69,8 @@ def measure_variant(
         out: empty folder; receives result.json and scores.npz (``variant`` and ``reference``, float64 per sample; no
             arrays when the metric has no per-sample scores).
         model: the variant's ONNX artifact.
-        engine: its engine, when the backend executes the variant's precision on this host; None to emulate.
+        engine: its engine, when the backend executes the variant's precision on this host; None to emulate, as is
+            done when the backend refused the model.
         backend: the engine's backend; None to emulate.
         data: the data artifact.
         reference: the FP32 model's outputs and scores.
@@ -82,7 +83,7 @@ def measure_variant(
     baseline = load_score(reference, "verdict")
     judge = load_metric(metric, reference)
     with progress.track("measure", total=len(dataset)) as bar:
-        if engine is not None and backend is not None:
+        if engine is not None and backend is not None and not refused(engine):
             evidence: Evidence = "engine"
             with engine_errors(), find_backend(backend).load(engine.path) as loaded:
                 outputs = predict(loaded.run, dataset, bar=bar)

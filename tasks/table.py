@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Evidence = Literal["engine", "emulated", "none"]
 
 _ABSENT = "-"
+ROUNDING = 1e-9  # of the metric itself: 1 - 0.95 is more than 0.05 in float64
 _MADE_BY: Mapping[VariantName, tuple[str, str]] = {
     "fp32": ("simplify", ""),
     "fp16": ("fallback", "fp16"),
@@ -171,7 +172,7 @@ def assemble_rows(
 
 def within_budget(drop: float | None, max_drop: float) -> bool | None:
     """Whether a drop is within budget: never for NaN or infinity, None when it was not measured."""
-    return None if drop is None else math.isfinite(drop) and drop <= max_drop
+    return None if drop is None else math.isfinite(drop) and drop <= max_drop + ROUNDING
 
 
 def choose_champions(rows: Iterable[VariantRow]) -> tuple[tuple[VariantRow, ...], tuple[Verdict, ...]]:
@@ -262,12 +263,13 @@ def _row(
     max_drop: float,
     session: LatencySession | None,
 ) -> VariantRow:
-    from enginesmith.tasks.backends import engine_manifest, node_precisions
+    from enginesmith.tasks.backends import engine_manifest, node_precisions, refused
     from enginesmith.tasks.measure import load_result
 
     built = artifacts.get(f"build/{target}/{variant}")
     result = load_result(artifacts[f"measure/{target}/{variant}"])
-    if built is not None:
+    why_not = refused(built) if built is not None else ""
+    if built is not None and not why_not:
         manifest = engine_manifest(built)
         size, nodes = manifest.size, dict(manifest.requested)
     else:
@@ -294,13 +296,13 @@ def _row(
         evidence=result.evidence,
         within_budget=within_budget(drop, max_drop),
         notes=(
-            *_notes(backend, result, built is not None),
+            *_notes(backend, variant, result, why_not, built is not None),
             *(_timing_notes(session, timed) if session and timed else ()),
         ),
     )
 
 
-def _notes(backend: str, result: Result, built: bool) -> Iterator[str]:
+def _notes(backend: str, variant: VariantName, result: Result, why_not: str, built: bool) -> Iterator[str]:
     from enginesmith.tasks.backends import find_backend
     from enginesmith.tasks.hardware import this_host
 
@@ -308,8 +310,12 @@ def _notes(backend: str, result: Result, built: bool) -> Iterator[str]:
         yield "failed: the metric or an output is NaN"
     if result.reason:
         yield result.reason
-    if not built:
-        yield f"not built: {backend} keeps the precision of {', '.join(sorted(find_backend(backend).builds()))} only"
+    if why_not:
+        yield f"refused: {why_not}"
+    elif not built:
+        builds = find_backend(backend).builds()
+        if variant not in builds:
+            yield f"not built: {backend} keeps the precision of {', '.join(sorted(builds))} only"
     elif result.evidence != "engine":
         gpus = this_host().gpus
         where = f"this host's {', '.join(gpus)}" if gpus else "this host, which has no GPU"

@@ -62,6 +62,32 @@ def _rebuild(found: str, where: str, key: str, hint: str, details: tuple[str, ..
     return EngineError(found, where=where, key=key, hint=hint, details=details)
 
 
+class RefusedError(EngineError):
+    """The vendor's compiler does not take the model, now or ever: a result, not a mishap.
+
+    Args:
+        found: what it said, one sentence.
+        where: the file.
+        refusals: the nodes that it named; empty when it named none.
+        details: its log.
+    """
+
+    def __init__(
+        self, found: str, *, where: str = "", refusals: Iterable[Refusal] = (), details: Iterable[str] = ()
+    ) -> None:
+        self.refusals = tuple(refusals)
+        named = [f"{r.node} ({r.op}): {r.reason}" for r in self.refusals]
+        super().__init__(found, where=where, details=[*named, *details])
+        self._log = tuple(details)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild_refused, (self.found, self.where, self.refusals, self._log))
+
+
+def _rebuild_refused(found: str, where: str, refusals: tuple[Refusal, ...], details: tuple[str, ...]) -> RefusedError:
+    return RefusedError(found, where=where, refusals=refusals, details=details)
+
+
 @dataclass(frozen=True)
 class Option:
     """One key that a target's `options` may have.

@@ -35,6 +35,7 @@ from enginesmith.tasks.engines.spec import (
     Profile,
     Progress,
     Refusal,
+    RefusedError,
     TensorSpec,
     Tick,
 )
@@ -113,15 +114,13 @@ class TensorRtRtx:
         network, parser = _parse(trt, builder, guarded, request.model)
         refused = _errors(parser)
         if refused:
-            raise EngineError(
-                f"TensorRT-RTX refuses {len(refused)} node(s)",
-                where=str(request.model),
-                details=[f"{r.node} ({r.op}): {r.reason}" for r in refused],
+            raise RefusedError(
+                f"TensorRT-RTX refuses {len(refused)} node(s)", where=str(request.model), refusals=refused
             )
         config = _config(trt, builder, request, say)
         engine = builder.build_serialized_network(network, config)
         if engine is None:
-            raise EngineError(
+            raise RefusedError(
                 "TensorRT-RTX could not build the engine", where=str(request.model), details=_logger().errors()[-10:]
             )
         (out / ENGINE).write_bytes(memoryview(engine))
