@@ -206,7 +206,7 @@ def _steps(plan: Plan, step: Callable[..., Any]) -> None:
     from enginesmith.tasks.data import DATA
     from enginesmith.tasks.export import ADOPT, EXPORT
     from enginesmith.tasks.fallback import FALLBACK
-    from enginesmith.tasks.fold import FOLD
+    from enginesmith.tasks.fold import FOLD, FOLD_GRAPH
     from enginesmith.tasks.metric import metric_ref
     from enginesmith.tasks.probe import PROBE
     from enginesmith.tasks.reference import REFERENCE
@@ -222,9 +222,8 @@ def _steps(plan: Plan, step: Callable[..., Any]) -> None:
 
     if plan.is_onnx:
         data = step(DATA, **_data_inputs(plan.pipeline))
-        exported = step(
-            ADOPT, source=plan.source, data=data, inputs=inputs, settings=settings.export, backends=backends
-        )
+        adopted = step(ADOPT, source=plan.source, data=data, inputs=inputs, settings=settings.export, backends=backends)
+        exported = step(FOLD_GRAPH, model=adopted, data=data, inputs=inputs, settings=settings.fold)
     else:
         factory = factory_of(plan.pipeline)
         weights = step(SLIM, checkpoint=plan.source, **_slim_settings(plan.pipeline))

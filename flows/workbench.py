@@ -115,11 +115,13 @@ class Workbench:
         shape: list[int | str] = []
         dims: dict[str, DimSettings] = {}
         for axis, dim in enumerate(value.shape.dim):
-            if dim.HasField("dim_value"):
+            if dim.dim_value > 0:
                 shape.append(dim.dim_value)
                 continue
-            symbol = "".join(c if c.isalnum() else "_" for c in dim.dim_param) or f"{name}_{axis}"
-            symbol = symbol if symbol[0].isalpha() or symbol[0] == "_" else f"d_{symbol}"
+            # Exporters write -1, 0 and "?" for sizes that they do not know, the same mark for different ones.
+            symbol = "".join(c if c.isalnum() else "_" for c in dim.dim_param)
+            if not symbol.strip("_") or not (symbol[0].isalpha() or symbol[0] == "_"):
+                symbol = f"{''.join(c if c.isalnum() else '_' for c in name)}_{axis}"
             shape.append(symbol)
             dims[symbol] = self._dims.get(symbol) or _range(name, symbol, axis, size)
         dtype: Any = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.elem_type)).name

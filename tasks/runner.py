@@ -136,7 +136,7 @@ class Gatherer:
         if value.ndim == 0 or value.shape[0] != batch:
             raise EnginesmithError(
                 f"output {name!r} has shape {list(value.shape)} for a batch of {batch}: its axis 0 is not the batch",
-                hint="declare the batch dimension as a fixed number; then every sample is a run of its own",
+                hint="every output needs the batch as its axis 0; move or split what has none out of the model",
             )
         return value[:count]
 
@@ -180,6 +180,8 @@ def session_options(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL if level is None else level
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
     options.add_session_config_entry("session.x64quantprecision", "1")
+    # Q/DQ pairs do what they say: no kernels of its own choice, no float weight quantized unasked (ONNX Runtime 1.32).
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     return options
 
 

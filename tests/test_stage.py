@@ -113,7 +113,9 @@ class TestKey:
         assert STAGE(store=store, x=Part(two, "a")).key == first.key
         assert STAGE(store=store, x=Part(two, "b")).key != first.key
 
-    @pytest.mark.parametrize("value", [Path("/etc"), b"bytes", {1, 2}, object(), 1j], ids=lambda value: type(value).__name__)
+    @pytest.mark.parametrize(
+        "value", [Path("/etc"), b"bytes", {1, 2}, object(), 1j], ids=lambda value: type(value).__name__
+    )
     def test_what_has_no_content_is_refused(self, value: Any) -> None:
         with pytest.raises(TypeError, match="cannot be part of a stage's key"):
             key(x=value)

@@ -6,8 +6,10 @@ plan        that flow          → the folds that cannot change the model, and a
 apply       the plan           → the folded module (arithmetic: `tasks.batchnorm`)
 compare     both modules       → a verdict on real inputs
 stage       all of it          → the stage and its report
+graph       an ONNX file       → the same for a model that arrives as one
 """
 
+from enginesmith.tasks.fold.graph import FOLD_GRAPH, fold_onnx
 from enginesmith.tasks.fold.stage import FOLD, FoldReport, fold_module, fold_weights
 
-__all__ = ["FOLD", "FoldReport", "fold_module", "fold_weights"]
+__all__ = ["FOLD", "FOLD_GRAPH", "FoldReport", "fold_module", "fold_onnx", "fold_weights"]

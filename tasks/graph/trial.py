@@ -32,7 +32,6 @@ class QdqRunner:
 
     def __init__(self, model: ir.Model, *, threads: int | None = None) -> None:
         options = session_options(threads=threads)
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
         with tempfile.TemporaryDirectory(prefix="enginesmith-") as folder:
             file = io.save(model, Path(folder))
             self._session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
