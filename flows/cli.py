@@ -278,6 +278,38 @@ def calibrate(
         _report(artifact, put(artifact, out), as_json)
 
 
+@_model_command("revert")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--max-drop", default=0.01, show_default=True, help="Budget: how much worse than FP32, absolute.")
+@click.option("--samples", default=64, show_default=True, help="Samples on which every node is probed.")
+def revert(
+    model: Path,
+    out: Path,
+    feeds: Path,
+    metric: str,
+    max_drop: float,
+    samples: int,
+    dims: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Quantize MODEL (.onnx), take back what harms, FP16 elsewhere; put int8-mixed/ into the folder OUT."""
+    from enginesmith.flows.workbench import put, ranges, workbench
+    from enginesmith.tasks.calibrate import CALIBRATE
+    from enginesmith.tasks.fallback import FALLBACK
+    from enginesmith.tasks.probe import PROBE
+    from enginesmith.tasks.revert import REVERT
+    from enginesmith.tasks.settings import BudgetSettings, Fp16Settings, Int8Settings
+
+    int8, fp16, budget = Int8Settings(), Fp16Settings(samples=samples), BudgetSettings(max_drop=max_drop)
+    with workbench(model, feeds, metric=metric, dims=ranges(dims), near=out) as bench:
+        quantized = CALIBRATE(store=bench.store, model=bench.model, data=bench.data, settings=int8)
+        probed = PROBE(store=bench.store, model=bench.model, samples=samples, **bench.judged)
+        judged = {"store": bench.store, "model": bench.model, "budget": budget, **bench.judged}
+        mixed = FALLBACK(probe=probed, settings=fp16, **judged)
+        artifact = REVERT(int8=quantized, fallback=mixed, settings=int8, **judged)
+        _report(artifact, put(artifact, out), as_json)
+
+
 @_model_command("build", data=False)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--backend", "name", default="onnxruntime", show_default=True, help="What builds: see docs/engines.md.")
