@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 Exporter = Literal["dynamo", "legacy"]
 
-_QUIET = ("torch", "onnxscript")
 
 DYNAMO_OPSET = 18
 """Oldest opset that the dynamo exporter translates to; asked for less, it relabels or converts, often wrongly."""
@@ -336,20 +335,16 @@ def shown_place(diagnosis: Diagnosis, roots: Sequence[Path]) -> tuple[str, int]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporters' running commentary is not for the user; what matters of it becomes findings."""
-    loggers = [logging.getLogger(name) for name in _QUIET]
-    loggers += [
-        logger
-        for name, logger in logging.root.manager.loggerDict.items()
-        if isinstance(logger, logging.Logger) and name.startswith(_QUIET)
-    ]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
+    """The exporters' running commentary is not for the user; what matters of it becomes findings.
+
+    torch prints whole graphs to stderr when an export fails, and makes loggers while it runs: no level set beforehand
+    reaches them.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
