@@ -24,6 +24,7 @@ def _no_outside_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("ENGINESMITH_STORE", "ENGINESMITH_DEBUG", "MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
         monkeypatch.delenv(name, raising=False)
     progress.reset()
+    progress.quiet(on=False)
     yield
     progress.reset()
 

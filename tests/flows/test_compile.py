@@ -66,7 +66,8 @@ def test_a_changed_weight_runs_all_that_depends_on_it(recompiled: Project) -> No
     checkpoint["state_dict"]["0.weight"][0, 0, 0, 0] += 0.25
     torch.save(checkpoint, recompiled.folder / "digits.pt")
     data = compile_json(recompiled)
-    assert ran(data) == set(data["stages"]) - {"data"}
+    # FP16 costs this net nothing, so that mixed is the same file as fp16 and its verdict is there already.
+    assert ran(data) | {"measure/cpu/mixed"} == set(data["stages"]) - {"data"}
 
 
 def test_a_line_in_the_factory_does_not_touch_weights_and_data(recompiled: Project) -> None:
