@@ -90,11 +90,12 @@ def importable(folder: Path) -> Iterator[None]:
     Modules of the same names that were imported from elsewhere are set aside meanwhile. No bytecode is written: Python
     takes a .pyc for fresh when the source has its size and its second, and would run code that is no longer there.
     """
-    aside = {name: module for name, module in sys.modules.items() if _shadowed(name, module, folder)}
+    # Other threads import meanwhile: every look at sys.modules is a look at a copy.
+    aside = {name: module for name, module in sys.modules.copy().items() if _shadowed(name, module, folder)}
     for name in aside:
         del sys.modules[name]
     place, wrote_none = str(folder), sys.dont_write_bytecode
-    before = set(sys.modules)
+    before = set(sys.modules.copy())
     sys.path.insert(0, place)
     sys.dont_write_bytecode = True
     importlib.invalidate_caches()
@@ -103,10 +104,11 @@ def importable(folder: Path) -> Iterator[None]:
     finally:
         sys.path.remove(place)
         sys.dont_write_bytecode = wrote_none
-        for name in set(sys.modules) - before:
+        loaded = sys.modules.copy()
+        for name in set(loaded) - before:
             # By name too: a package installed from this very folder goes by a name that the folder does not have.
-            if _has(folder, name) and _is_own(getattr(sys.modules[name], "__file__", None), folder):
-                del sys.modules[name]
+            if _has(folder, name) and _is_own(getattr(loaded[name], "__file__", None), folder):
+                sys.modules.pop(name, None)
         sys.modules.update(aside)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 import textwrap
+import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -204,3 +207,26 @@ class TestImportable:
 
     def test_the_folder_wins_over_installed_packages(self, tmp_path: Path) -> None:
         assert call(write(tmp_path, sklearn="def build(): return 'own'"), "sklearn:build") == "own"
+
+
+def test_other_threads_may_import_meanwhile(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def keep_importing() -> None:
+        for number in itertools.count():
+            if stop.is_set():
+                return
+            sys.modules[f"passing_{number}"] = types.ModuleType("passing")
+            sys.modules.pop(f"passing_{number - 500}", None)
+
+    thread = threading.Thread(target=keep_importing)
+    thread.start()
+    try:
+        for _ in range(300):
+            with importable(tmp_path):
+                pass
+    finally:
+        stop.set()
+        thread.join()
+        for name in [n for n in sys.modules.copy() if n.startswith("passing_")]:
+            del sys.modules[name]
