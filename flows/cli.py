@@ -30,6 +30,8 @@ _QUIET = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 
+VARIANTS = ("fp32", "fp16", "mixed", "int8", "int8-mixed")
+
 _pipeline = click.argument("pipeline", type=click.Path(path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last thing on stdout.")
 
@@ -51,7 +53,7 @@ def compile_command(
     pipeline: Path, checkpoint: Path | None, until: str, plain: bool, remeasure: bool, as_json: bool
 ) -> None:
     """Compile PIPELINE (a pipeline.yaml) to every variant on every target."""
-    from enginesmith.flows.order import BuildsFailedError, compile_plain, preflight, stage_name
+    from enginesmith.flows.order import IncompleteError, compile_plain, preflight, stage_name
 
     last = stage_name(until)
     show = _print_json if as_json else _print
@@ -63,7 +65,7 @@ def compile_command(
             from enginesmith.flows.compile import compile_checkpoint
 
             compiled = compile_checkpoint(pipeline, checkpoint=checkpoint, until=last, remeasure=remeasure)
-    except BuildsFailedError as error:
+    except IncompleteError as error:
         show(error.compiled)
         raise
     show(compiled)
@@ -176,7 +178,13 @@ def simplify(model: Path, out: Path, feeds: Path | None, dims: tuple[str, ...], 
 
 
 @_model_command("probe")
-@click.option("--samples", default=64, show_default=True, help="Samples on which every node is probed.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Samples on which every node is probed.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write the rows (JSON) here.")
 def probe(
     model: Path, feeds: Path, metric: str, samples: int, out: Path | None, dims: tuple[str, ...], as_json: bool
@@ -201,10 +209,28 @@ def probe(
 
 @_model_command("fallback")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--max-drop", default=0.01, show_default=True, help="Budget: how much worse than FP32, absolute.")
-@click.option("--layer-drop", default=0.02, show_default=True, help="A node that costs more alone stays FP32.")
+@click.option(
+    "--max-drop",
+    type=click.FloatRange(min=0),
+    default=0.01,
+    show_default=True,
+    help="Budget: how much worse than FP32, absolute.",
+)
+@click.option(
+    "--layer-drop",
+    type=click.FloatRange(min=0),
+    default=0.02,
+    show_default=True,
+    help="A node that costs more alone stays FP32.",
+)
 @click.option("--keep-fp32", multiple=True, metavar="NAME", help="Node name, pattern or operator to keep in FP32.")
-@click.option("--samples", default=64, show_default=True, help="Samples on which every node is probed.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Samples on which every node is probed.",
+)
 def fallback(
     model: Path,
     out: Path,
@@ -251,7 +277,7 @@ def fallback(
     type=click.Choice(["conv-relu", "conv", "conv+residual"]),
     help="What is quantized.",
 )
-@click.option("--samples", default=512, show_default=True, help="Calibration samples.")
+@click.option("--samples", type=click.IntRange(min=1), default=512, show_default=True, help="Calibration samples.")
 @click.option("--exclude", multiple=True, metavar="NAME", help="Node name, pattern or operator to leave alone.")
 def calibrate(
     model: Path,
@@ -280,8 +306,20 @@ def calibrate(
 
 @_model_command("revert")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--max-drop", default=0.01, show_default=True, help="Budget: how much worse than FP32, absolute.")
-@click.option("--samples", default=64, show_default=True, help="Samples on which every node is probed.")
+@click.option(
+    "--max-drop",
+    type=click.FloatRange(min=0),
+    default=0.01,
+    show_default=True,
+    help="Budget: how much worse than FP32, absolute.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Samples on which every node is probed.",
+)
 def revert(
     model: Path,
     out: Path,
@@ -314,7 +352,9 @@ def revert(
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--backend", "name", default="onnxruntime", show_default=True, help="What builds: see docs/engines.md.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of the backend (YAML value).")
-@click.option("--variant", default="fp32", show_default=True, help="Which variant the file is, for the manifest.")
+@click.option(
+    "--variant", type=click.Choice(VARIANTS), default="fp32", show_default=True, help="Which variant the file is."
+)
 def build(
     model: Path,
     out: Path,
@@ -470,7 +510,9 @@ def _explain(error: BaseException) -> None:
     if os.environ.get("ENGINESMITH_DEBUG"):
         traceback.print_exception(error)
     if hasattr(error, "found"):
-        place = ", ".join(part for part in (getattr(error, "where", ""), getattr(error, "key", "")) if part)
+        stage = getattr(error, "stage", "")
+        parts = (getattr(error, "where", ""), getattr(error, "key", ""), f"stage {stage}" if stage else "")
+        place = ", ".join(part for part in parts if part)
         _say(error.found, where=place, hint=getattr(error, "hint", ""), details=getattr(error, "details", ()))
         return
     frames = traceback.extract_tb(error.__traceback__)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -146,8 +147,8 @@ class Failed:
     error: EnginesmithError
 
 
-class BuildsFailedError(EnginesmithError):
-    """Some builds failed; everything else was compiled, measured and recorded.
+class IncompleteError(EnginesmithError):
+    """Some builds failed, or MLflow could not be written; everything else was compiled and measured.
 
     Attributes:
         compiled: what was made all the same.
@@ -156,9 +157,10 @@ class BuildsFailedError(EnginesmithError):
     compiled: Compiled
 
     @classmethod
-    def of(cls, compiled: Compiled) -> BuildsFailedError:
+    def of(cls, compiled: Compiled, unrecorded: EnginesmithError | None) -> IncompleteError:
         """The first failure as the error, the others as its details."""
-        (label, first), *rest = compiled.failures.items()
+        failures = dict(compiled.failures) | ({"record": unrecorded} if unrecorded else {})
+        (label, first), *rest = failures.items()
         error = cls(
             f"{label} failed: {first.found}",
             where=first.where,
@@ -166,7 +168,7 @@ class BuildsFailedError(EnginesmithError):
             hint=first.hint,
             details=[*first.details, *(f"{other} failed: {e.found}" for other, e in rest)],
         )
-        error.stage = "build"
+        error.stage = label.partition("/")[0]
         error.compiled = compiled
         return error
 
@@ -388,6 +390,7 @@ def finish(
         remeasure: time the engines again although an earlier session did.
         tags: what set the compile off, for MLflow.
     """
+    unrecorded: EnginesmithError | None = None
     if plan.until in ("measure", "record"):
         from enginesmith.tasks.latency import time_engines
         from enginesmith.tasks.record import CompileRecord, record
@@ -428,10 +431,15 @@ def finish(
                 sessions=found,
                 tags=tags or {"trigger": "command line"},
             )
-            compiled.recorded = call("record", record, compiled=made)
+            try:
+                compiled.recorded = call("record", record, compiled=made)
+            except EnginesmithError as error:
+                if isinstance(error, Interrupted):
+                    raise
+                unrecorded = error
     compiled.seconds = (datetime.now(UTC) - compiled.started).total_seconds()
-    if compiled.failures:
-        raise BuildsFailedError.of(compiled)
+    if compiled.failures or unrecorded:
+        raise IncompleteError.of(compiled, unrecorded)
 
 
 def _timed(target: Target, artifacts: Mapping[str, Artifact]) -> list[TimedEngine]:
@@ -455,6 +463,8 @@ def located(pipeline: Pipeline) -> Iterator[None]:
     except EnginesmithError as error:
         if error.key:
             place = pipeline.where(error.key)
+            if error.key == "tracking.uri" and os.environ.get("MLFLOW_TRACKING_URI"):
+                place = "MLFLOW_TRACKING_URI"
             error.where = f"{place}, {error.where}" if error.where and error.where != place else place
         raise
 
@@ -464,11 +474,15 @@ def recording_failure(watch: Watch) -> Iterator[None]:
     """Leave a failed MLflow run behind when a compile fails or is stopped."""
     try:
         yield
-    except BuildsFailedError:  # recorded already, with everything that did not fail
+    except IncompleteError:  # recorded already, with everything that did not fail, or impossible to record
         raise
     except BaseException as error:
         from enginesmith.tasks.record import record_failure
 
+        # A server that does not answer must not hold up a person who wants to stop.
+        patience = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+        before = {name: os.environ.get(name) for name in patience}
+        os.environ.update(patience)
         try:
             record_failure(
                 watch.pipeline,
@@ -479,6 +493,12 @@ def recording_failure(watch: Watch) -> Iterator[None]:
             )
         except Exception as second:  # the first error is the one to report
             progress.note(f"the failure could not be recorded in MLflow: {second}")
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
         raise
 
 
@@ -515,11 +535,18 @@ def said(label: str, artifact: Artifact) -> str:
 def _targets(pipeline: Pipeline) -> tuple[Target, ...]:
     """The targets as they are on this host; a backend that is not installed or an unknown option ends the compile."""
     from enginesmith.tasks.backends import engine_errors, find_backend
+    from enginesmith.tasks.engines import names
     from enginesmith.tasks.engines.child import TIMEOUT
     from enginesmith.tasks.engines.spec import merged_options
 
     found = []
     for name, settings in pipeline.settings.targets.items():
+        if settings.backend not in names():
+            raise EnginesmithError(
+                f"there is no backend {settings.backend!r} in this version",
+                key=f"targets.{name}.backend",
+                hint=f"there are: {', '.join(names())}",
+            )
         backend = find_backend(settings.backend)
         if backend.version() is None:
             raise EnginesmithError(

@@ -55,7 +55,16 @@ class Workbench:
     def inputs(self) -> dict[str, InputSettings]:
         """Shape and dtype of every model input, dynamic dimensions with their ranges."""
         sizes = _sizes(self.feeds)
-        return {name: self._input(name, value, sizes.get(name)) for name, value in _graph_inputs(self.source.path)}
+        found = {name: self._input(name, value, sizes.get(name)) for name, value in _graph_inputs(self.source.path)}
+        known = {dim for settings in found.values() for dim in settings.dims}
+        for name in self._dims:
+            if name not in known:
+                raise EnginesmithError(
+                    f"--dim {name}: the model has no dynamic dimension of this name",
+                    where=str(self.source.path),
+                    hint=f"it has {', '.join(sorted(known)) or 'none'}",
+                )
+        return found
 
     @cached_property
     def data(self) -> Artifact:
@@ -104,9 +113,15 @@ class Workbench:
     @cached_property
     def judged(self) -> dict[str, Any]:
         """Data, FP32 reference and metric: the inputs of every stage that judges accuracy."""
-        from enginesmith.tasks.metric import metric_ref
+        from enginesmith.tasks.metric import BUILTINS, metric_ref
         from enginesmith.tasks.reference import REFERENCE
 
+        if ":" not in self._metric and self._metric not in BUILTINS:
+            raise EnginesmithError(
+                f"there is no metric {self._metric!r}",
+                key="--metric",
+                hint=f"{', '.join(BUILTINS)}, or module:function",
+            )
         metric = metric_ref(MetricSettings(call=self._metric), Path.cwd(), "--metric")
         reference = REFERENCE(store=self.store, model=self.model, data=self.data, metric=metric)
         return {"data": self.data, "reference": reference, "metric": metric}
@@ -208,10 +223,17 @@ def _replace(source: Path, out: Path) -> Path:
     os.close(handle)
     try:
         shutil.copyfile(source, scratch)
+        Path(scratch).chmod(0o666 & ~_umask())
         Path(scratch).replace(out)
     finally:
         Path(scratch).unlink(missing_ok=True)
     return out
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _graph_inputs(path: Path) -> Iterator[tuple[str, onnx.TypeProto.Tensor]]:

@@ -26,7 +26,7 @@ State = Array | dict[str, Array] | None
 
 AGREEMENT = (
     "agreement with FP32, mean over samples and outputs: equal argmax for a float output [n, classes] with two or more "
-    "classes; 1 - |y - y32| / |y32| (L2, clamped to 0..1) for other float outputs; share of equal elements for the rest"
+    "classes, unless it overflowed; 1 - |y - y32| / |y32| (L2, clamped to 0..1) for other float outputs; share of equal elements for the rest"
 )
 TOP1 = "share of samples whose largest logit is at the target's index"
 BUILTINS = {"agreement": AGREEMENT, "top1": TOP1}
@@ -159,8 +159,8 @@ class Metric:
             reference: outputs of the FP32 model for the same samples; the metric "agreement" needs them.
 
         Returns:
-            The score; a failed one (NaN) when an output holds NaN, the value is not finite, or the user's metric raised
-            on outputs that hold infinities.
+            The score; a failed one (NaN) when an output holds NaN, or infinity where the reference is finite, when the
+            value is not finite, or when the user's metric raised on outputs that hold infinities.
 
         Raises:
             EnginesmithError: the metric raised on finite outputs or returned something else than it should.
@@ -171,6 +171,8 @@ class Metric:
             if reference is None:
                 raise ValueError("agreement needs the FP32 outputs")
             return _agreement(outputs, reference, len(dataset))
+        if reference is not None and any(_overflowed(outputs[name], array).any() for name, array in reference.items()):
+            return FAILED
         if not isinstance(self.ref.call, UserCode):
             return _top1(outputs, dataset.targets, len(dataset))
         return self._user(self.ref.call, outputs, dataset)
@@ -189,7 +191,8 @@ class Metric:
         return Drop(sign * (reference.value - candidate.value), _paired_stderr(reference, candidate))
 
     def _user(self, call: UserCode, outputs: Mapping[str, Array], dataset: Dataset) -> Score:
-        arguments = (Outputs(outputs), dataset.targets, *(() if self.state is None else (self.state,)))
+        own = {name: np.array(array) for name, array in outputs.items()}  # it may write into them
+        arguments = (Outputs(own), dataset.targets, *(() if self.state is None else (self.state,)))
         try:
             result = call(*arguments)
         except EnginesmithError as error:
@@ -247,7 +250,7 @@ def fit_state(fit: UserCode, outputs: Mapping[str, Array], targets: Targets | No
     Raises:
         EnginesmithError: it raised, or returned no array, no dict of arrays, or values that are not finite.
     """
-    value = fit(Outputs(outputs), targets)
+    value = fit(Outputs({name: np.array(array) for name, array in outputs.items()}), targets)
     named = value if isinstance(value, Mapping) else {"state": value}
     arrays: dict[str, Array] = {}
     for name, item in named.items():
@@ -320,7 +323,8 @@ def _agree(output: Array, reference: Array, count: int) -> npt.NDArray[np.float6
     """Per-sample agreement of one output; an output that does not divide into samples counts as a whole for each."""
     is_float = reference.dtype.kind == "f"
     if is_float and reference.ndim == 2 and len(reference) == count and reference.shape[1] >= 2:
-        return np.asarray(output.argmax(axis=1) == reference.argmax(axis=1), dtype=np.float64)
+        same_class = output.argmax(axis=1) == reference.argmax(axis=1)
+        return np.asarray(same_class & ~_overflowed(output, reference).any(axis=1), dtype=np.float64)
     rows = count if reference.ndim and len(reference) % count == 0 else 1
     ours, theirs = output.reshape(rows, -1), reference.reshape(rows, -1)
     if is_float:
@@ -366,6 +370,13 @@ def _top1(outputs: Mapping[str, Array], targets: Targets | None, count: int) -> 
 
 def _has_nan(array: Array) -> bool:
     return array.dtype.kind == "f" and bool(np.isnan(array).any())
+
+
+def _overflowed(output: Array, reference: Array) -> npt.NDArray[np.bool_]:
+    """Where an output is infinite and the FP32 model's is finite."""
+    if output.dtype.kind != "f" or output.shape != reference.shape:
+        return np.zeros(output.shape, dtype=np.bool_)
+    return np.isinf(output) & np.isfinite(reference)
 
 
 def _is_finite(array: Array) -> bool:

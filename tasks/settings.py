@@ -141,7 +141,7 @@ class DataSettings(Settings):
     search: str | None = None
     files: tuple[str, ...] = ()
     metric: MetricSettings = MetricSettings()
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     samples: int = Field(64, ge=1, description="random samples per set when no data is given")
 
 
@@ -237,7 +237,9 @@ class PipelineSettings(Settings):
     export: ExportSettings = ExportSettings()
     simplify: SimplifySettings = SimplifySettings()
     precision: PrecisionSettings = PrecisionSettings()
-    targets: dict[Name, TargetSettings] = Field(default_factory=lambda: {"cpu": TargetSettings(backend="onnxruntime")})
+    targets: dict[Name, TargetSettings] = Field(
+        default_factory=lambda: {"cpu": TargetSettings(backend="onnxruntime")}, min_length=1
+    )
     store: StoreSettings = StoreSettings()
     tracking: TrackingSettings = TrackingSettings()
 

@@ -277,6 +277,7 @@ def _row(
         size, nodes = model.size, node_precisions(model)
     drop = math.inf if result.failed else result.drop
     timed = session.of(variant) if session else None
+    same = variant != "fp32" and not nodes.get("fp16") and not nodes.get("int8")
     return VariantRow(
         target=target,
         backend=backend,
@@ -296,6 +297,7 @@ def _row(
         evidence=result.evidence,
         within_budget=within_budget(drop, max_drop),
         notes=(
+            *(["every node is FP32: the same as fp32"] if same else []),
             *_notes(backend, variant, result, why_not, built is not None),
             *(_timing_notes(session, timed) if session and timed else ()),
         ),
@@ -339,7 +341,7 @@ def _model(artifacts: Mapping[str, Artifact], variant: VariantName) -> Artifact:
 
 
 def _judge(target: str, rows: Sequence[VariantRow]) -> Verdict:
-    timed = [r for r in rows if r.evidence == "engine" and _positive(r.latency_p50_ms)]
+    timed = [r for r in rows if r.evidence == "engine" and _positive(r.latency_p50_ms) and not _is_fp32_again(r)]
     fit = [r for r in timed if r.within_budget is True and _finite(r.drop) is not None]
     if fit:
         best = min(fit, key=lambda r: (_speed(r), r.size_bytes or math.inf, VARIANTS.index(r.variant)))
@@ -348,6 +350,11 @@ def _judge(target: str, rows: Sequence[VariantRow]) -> Verdict:
         reason = f"{beaten}: {_number(best.latency_p50_ms)} ms at batch {best.batch or 1}, drop {_drop(best)}"
         return Verdict(target=target, champion=best.variant, reason=reason)
     return Verdict(target=target, champion=None, reason=_why_none(rows, timed))
+
+
+def _is_fp32_again(row: VariantRow) -> bool:
+    """Whether the row is the FP32 graph under another name: nothing in it could be FP16 or INT8."""
+    return row.variant != "fp32" and row.fp32_nodes > 0 and not row.fp16_nodes and not row.int8_nodes
 
 
 def _why_none(rows: Sequence[VariantRow], timed: Sequence[VariantRow]) -> str:

@@ -259,3 +259,22 @@ class TestDrop:
     )
     def test_no_error_where_the_formula_does_not_hold(self, reference: Score, candidate: Score) -> None:
         assert Metric(MetricRef("top1")).drop(reference, candidate).stderr is None
+
+
+def test_infinity_where_fp32_is_finite_counts_though_the_argmax_agrees() -> None:
+    reference = {"y": np.array([[1.0, 2.0], [1.0, 2.0]])}
+    outputs = {"y": np.array([[1.0, np.inf], [1.0, 2.0]])}
+    assert score("agreement", outputs, None, reference).value == 0.5
+    assert math.isnan(score("top1", outputs, np.array([1, 1]), reference).value)
+
+
+def test_infinity_that_fp32_has_too_is_no_failure() -> None:
+    masked = np.array([[-np.inf, 2.0], [-np.inf, 3.0]])
+    assert score("agreement", {"y": masked}, None, {"y": masked.copy()}).value == 1.0
+
+
+def test_a_metric_that_writes_into_the_outputs_changes_nothing_of_ours(folder: Path) -> None:
+    ref = user(folder, "def m(outputs, targets):\n    outputs['y'][:] = 0\n    return 0.5")
+    outputs = {"y": np.ones((2, 1))}
+    assert Metric(ref)(outputs, dataset(2)).value == 0.5
+    np.testing.assert_array_equal(outputs["y"], np.ones((2, 1)))

@@ -65,6 +65,11 @@ def test_a_faster_variant_that_does_not_qualify_is_no_champion(values: dict[str,
     assert champion(row("fp32"), row("int8", **{"latency_p50_ms": 2.0, **values})) == "fp32"
 
 
+def test_a_variant_in_which_everything_stayed_fp32_is_no_champion() -> None:
+    same = row("int8", latency_p50_ms=9.0, fp32_nodes=10, fp16_nodes=0, int8_nodes=0)
+    assert champion(row("fp32", latency_p50_ms=10.0, fp32_nodes=10), same) == "fp32"
+
+
 def test_equally_fast_variants_tie_and_the_smaller_file_wins() -> None:
     assert champion(row("fp32", latency_p50_ms=5.001), row("int8", latency_p50_ms=5.002, size_bytes=9)) == "int8"
     assert champion(row("int8", size_bytes=9), row("mixed", size_bytes=9)) == "mixed"

@@ -139,8 +139,15 @@ class PatchStatistics:
         self.cross: FloatArray = np.zeros(shape)
 
     def add(self, sample: npt.NDArray[np.float32]) -> None:
-        """Count one sample of the convolution's input, [channels, *spatial]."""
-        p = self._geometry.patches(sample, self._rng)
+        """Count one sample of the convolution's input, [channels, *spatial], or several: [..., channels, *spatial].
+
+        A model may have more rows here than samples (frames, crops), or a batch axis inside of a sample.
+        """
+        for image in sample.reshape(-1, *sample.shape[-(len(self._geometry.kernel) + 1) :]):
+            self._add(image)
+
+    def _add(self, image: npt.NDArray[np.float32]) -> None:
+        p = self._geometry.patches(image, self._rng)
         q = np.clip(np.rint(p / self._scale), -qdq.LEVELS - 1, qdq.LEVELS) * self._scale
         self.count += len(p)
         self.exact += p.sum(axis=0, dtype=np.float64)

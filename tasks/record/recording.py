@@ -169,7 +169,8 @@ def record_failure(
     """
     uri = tracking_uri or pipeline.tracking_uri
     finished = datetime.now(UTC)
-    verdict = f"failed in {stage}" if stage else "failed"
+    word = "stopped" if status_of(error) == "KILLED" else "failed"
+    verdict = f"{word} in {stage}" if stage else word
     text = mask(str(error).strip() or type(error).__name__)
     all_tags = {
         **_parent_tags(pipeline, source_sha256, tags or {}),
