@@ -26,7 +26,8 @@ State = Array | dict[str, Array] | None
 
 AGREEMENT = (
     "agreement with FP32, mean over samples and outputs: equal argmax for a float output [n, classes] with two or more "
-    "classes, unless it overflowed; 1 - |y - y32| / |y32| (L2, clamped to 0..1) for other float outputs; share of equal elements for the rest"
+    "classes, unless it overflowed; 1 - |y - y32| / |y32| (L2, clamped to 0..1) for other float outputs; share of "
+    "equal elements for the rest"
 )
 TOP1 = "share of samples whose largest logit is at the target's index"
 BUILTINS = {"agreement": AGREEMENT, "top1": TOP1}

@@ -78,11 +78,34 @@ def judge_module(
         EnginesmithError: the declared inputs do not fit forward, or forward fails on the example.
     """
     judgement = _judge(module, dataset, inputs, settings, backends, folder, roots)
+    if settings.exporter == "auto" and _is_invalid(judgement):
+        traced_instead = settings.model_copy(update={"exporter": "legacy"})
+        second = _judge(module, dataset, inputs, traced_instead, backends, folder, roots)
+        judgement = judgement if second.blocked else _excused(second, judgement)
     findings = list(judgement.findings)
     if judgement.blocked or (judgement.exported is not None and judgement.exported.exporter == "legacy"):
         traced = judgement.exported.traced if judgement.exported is not None else ()
         findings = with_suspicions(findings, check_source(module, inputs, roots), traced, roots)
     return replace(judgement, findings=tuple(in_order(findings)))
+
+
+def _is_invalid(judgement: Judgement) -> bool:
+    """Whether all that blocks a captured graph is that it is no valid ONNX."""
+    captured = judgement.exported is not None and judgement.exported.exporter == "dynamo"
+    found = blocking(judgement.findings)
+    return captured and bool(found) and all(f.rule == "operators/invalid-graph" for f in found)
+
+
+def _excused(traced: Judgement, captured: Judgement) -> Judgement:
+    """A traced graph that stands in for an invalid captured one, and says so."""
+    reason = Finding(
+        rule="operators/legacy-exporter",
+        severity="warn",
+        message="the graph was traced, not captured by torch.export, whose graph is invalid: "
+        + blocking(captured.findings)[0].message,
+        hint="tracing freezes what Python decides; only the comparison with PyTorch vouches for this graph",
+    )
+    return replace(traced, findings=(*traced.findings, reason))
 
 
 def with_suspicions(

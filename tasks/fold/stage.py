@@ -118,6 +118,9 @@ def fold_weights(
     module = load_module(factory, weights.path / WEIGHTS)
     feeds = make_feeds(load_dataset(data, "calibration"), inputs)
     result = fold_module(module, feeds, settings)
+    for norm in result.report.kept:
+        if "of the batch" in norm.reason:
+            progress.note(f"fold: {norm.norm} stays, {norm.reason}: outputs depend on what else is in the batch")
     write_state(dict(result.folded.module.state_dict()), out / WEIGHTS)
     (out / FOLDS).write_text(result.folded.structure.model_dump_json(indent=1) + "\n")
     return result.report
