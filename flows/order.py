@@ -318,6 +318,7 @@ def compiling(path: Path, *, checkpoint: Path | None, until: StageName) -> Itera
 def preflight(path: Path, checkpoint: Path | None = None) -> None:
     """Check what can be known without reading the checkpoint; errors are those of `compiling`."""
     with watched(path) as watch:
+        _check_code(watch.pipeline)
         _checkpoint(watch.pipeline, checkpoint)
         _targets(watch.pipeline)
 
@@ -368,6 +369,7 @@ def stage_name(text: str) -> StageName:
 
 def make_plan(pipeline: Pipeline, *, checkpoint: Path | None = None, until: StageName = "record") -> Plan:
     """Resolve and check everything that can be known before the first stage."""
+    _check_code(pipeline)
     path = _checkpoint(pipeline, checkpoint)
     source = _source(path, "" if checkpoint else "model.checkpoint")
     return Plan(pipeline, Store(pipeline.store_root), source, _targets(pipeline), until)
@@ -584,6 +586,22 @@ def _checkpoint(pipeline: Pipeline, given: Path | None) -> Path:
             "an ONNX checkpoint has no use for a factory", key="model.factory", hint="remove model.factory"
         )
     return path
+
+
+def _check_code(pipeline: Pipeline) -> None:
+    """Every ``module:function`` of the file: a slip of the pen is said before the first stage."""
+    settings = pipeline.settings
+    named = {
+        "model.factory": settings.model.factory,
+        "data.calibration": settings.data.calibration,
+        "data.evaluation": settings.data.evaluation,
+        "data.search": settings.data.search,
+        "data.metric.call": settings.data.metric.call,
+        "data.metric.fit": settings.data.metric.fit,
+    }
+    for key, text in named.items():
+        if text and ":" in text and "://" not in text and not (pipeline.folder / text).exists():
+            UserCode(pipeline.folder, text, key).check()
 
 
 def _source(path: Path, key: str) -> SourceFile:

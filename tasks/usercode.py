@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -46,6 +46,25 @@ class UserCode:
             "distributions": distributions,
         }
 
+    def check(self) -> None:
+        """Look for the module and the function without importing anything: a slip of the pen is said at once.
+
+        What is only known when the module runs (names that it makes up, star imports) is left to `load`.
+
+        Raises:
+            EnginesmithError: there is no such module, or its source has no such name.
+        """
+        module_name, _, function = self.spec.partition(":")
+        base = self.folder.joinpath(*module_name.split("."))
+        file = next((p for p in (base / "__init__.py", base.with_name(f"{base.name}.py")) if p.is_file()), None)
+        if file is None:
+            if importlib.util.find_spec(module_name.partition(".")[0]) is None:
+                raise self._no_module()
+            return
+        names = _names_in(file)
+        if names is not None and function not in names:
+            raise self._no_function(str(file), [name for name in names if not name.startswith("_")])
+
     def load(self) -> Callable[..., Any]:
         """Import the module and return the function. Call inside `importable`.
 
@@ -54,25 +73,33 @@ class UserCode:
         """
         module_name, _, function = self.spec.partition(":")
         if importlib.util.find_spec(module_name.partition(".")[0]) is None:
-            raise EnginesmithError(
-                f"no module {module_name!r}",
-                key=self.key,
-                hint=f"it is looked for in {self.folder} and among the installed packages",
-            )
+            raise self._no_module()
         try:
             module = importlib.import_module(module_name)
         except (Exception, SystemExit) as error:
             raise user_error(error, f"importing {module_name!r} failed", folder=self.folder, key=self.key) from error
         value = getattr(module, function, None)
         if not callable(value):
-            names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-            raise EnginesmithError(
-                f"{module_name!r} has no function {function!r}",
-                where=str(getattr(module, "__file__", module_name)),
-                key=self.key,
-                hint=f"it has: {', '.join(names)}" if names else "",
-            )
+            names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            raise self._no_function(str(getattr(module, "__file__", module_name)), names)
         return value  # type: ignore[no-any-return]
+
+    def _no_module(self) -> EnginesmithError:
+        return EnginesmithError(
+            f"no module {self.spec.partition(':')[0]!r}",
+            key=self.key,
+            hint=f"it is looked for in {self.folder} and among the installed packages",
+        )
+
+    def _no_function(self, where: str, names: Iterable[str]) -> EnginesmithError:
+        module_name, _, function = self.spec.partition(":")
+        known = ", ".join(sorted(names))
+        return EnginesmithError(
+            f"{module_name!r} has no function {function!r}",
+            where=where,
+            key=self.key,
+            hint=f"it has: {known}" if known else "",
+        )
 
     def __call__(self, *args: object) -> Any:
         """Load and call; what the function raises becomes an `EnginesmithError` that names its line."""
@@ -171,6 +198,25 @@ def _closure(folder: Path, module: str) -> tuple[set[Path], dict[str, str]]:
 @cache
 def _distributions() -> Mapping[str, list[str]]:
     return metadata.packages_distributions()
+
+
+def _names_in(path: Path) -> set[str] | None:
+    """Names that a file's top level may define; None when only running it can tell."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError:
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            if any(alias.name == "*" for alias in node.names):
+                return None
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return None if names & {"__getattr__"} else names
 
 
 def _files_of(folder: Path, name: str) -> set[Path]:

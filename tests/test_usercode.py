@@ -230,3 +230,14 @@ def test_other_threads_may_import_meanwhile(tmp_path: Path) -> None:
         thread.join()
         for name in [n for n in sys.modules.copy() if n.startswith("passing_")]:
             del sys.modules[name]
+
+
+def test_a_slip_of_the_pen_is_found_without_importing(tmp_path: Path) -> None:
+    write(tmp_path, code="raise SystemExit\n\n\ndef build(): ...\n", open="from code import *\n")
+    UserCode(tmp_path, "code:build").check()
+    UserCode(tmp_path, "open:anything").check()
+    with pytest.raises(EnginesmithError, match="no function 'biuld'") as raised:
+        UserCode(tmp_path, "code:biuld", key="model.factory").check()
+    assert raised.value.hint == "it has: build"
+    with pytest.raises(EnginesmithError, match="no module 'nowhere'"):
+        UserCode(tmp_path, "nowhere:build").check()

@@ -60,6 +60,10 @@ CASES: dict[str, tuple[Callable[[Project], None], list[str]]] = {
         says("pipeline.yaml", "calibration: data:calibration", "calibration: data:calibrate"),
         ["calibrate", "pipeline.yaml:6"],
     ),
+    "a metric that is not there": (
+        says("pipeline.yaml", "call: top1", 'call: "metrics:top1"'),
+        ["metrics", "pipeline.yaml:8"],
+    ),
     "data code that raises": (says("data.py", "/ 16)", "/ zero)"), ["NameError", "data.py:19"]),
     "calibration that yields nothing": (
         says("data.py", "return _digits(slice(0, HALF))", "return iter(())"),
