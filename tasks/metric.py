@@ -160,8 +160,8 @@ class Metric:
             reference: outputs of the FP32 model for the same samples; the metric "agreement" needs them.
 
         Returns:
-            The score; a failed one (NaN) when an output holds NaN, or infinity where the reference is finite, when the
-            value is not finite, or when the user's metric raised on outputs that hold infinities.
+            The score; a failed one (NaN) when an output holds NaN, the value is not finite, or the user's metric raised
+            on outputs that hold infinities. For the built-in metrics a sample that became infinite scores nothing.
 
         Raises:
             EnginesmithError: the metric raised on finite outputs or returned something else than it should.
@@ -172,10 +172,8 @@ class Metric:
             if reference is None:
                 raise ValueError("agreement needs the FP32 outputs")
             return _agreement(outputs, reference, len(dataset))
-        if reference is not None and any(_overflowed(outputs[name], array).any() for name, array in reference.items()):
-            return FAILED
         if not isinstance(self.ref.call, UserCode):
-            return _top1(outputs, dataset.targets, len(dataset))
+            return _top1(outputs, dataset.targets, len(dataset), reference or {})
         return self._user(self.ref.call, outputs, dataset)
 
     def drop(self, reference: Score, candidate: Score) -> Drop:
@@ -341,8 +339,9 @@ def _agree(output: Array, reference: Array, count: int) -> npt.NDArray[np.float6
     return np.broadcast_to(np.asarray(score, dtype=np.float64), (count,))
 
 
-def _top1(outputs: Mapping[str, Array], targets: Targets | None, count: int) -> Score:
-    logits = [a for a in outputs.values() if a.ndim == 2 and a.shape[0] == count and a.shape[1] >= 2]
+def _top1(outputs: Mapping[str, Array], targets: Targets | None, count: int, reference: Mapping[str, Array]) -> Score:
+    names = [n for n, a in outputs.items() if a.ndim == 2 and a.shape[0] == count and a.shape[1] >= 2]
+    logits = [outputs[name] for name in names]
     if len(logits) != 1:
         shapes = ", ".join(f"{name} {list(a.shape)}" for name, a in outputs.items())
         raise EnginesmithError(
@@ -365,7 +364,10 @@ def _top1(outputs: Mapping[str, Array], targets: Targets | None, count: int) -> 
         raise EnginesmithError(
             f"target {targets[outside[0]]} of sample {outside[0]} is outside 0..{classes - 1}", key=f"{KEY}.call"
         )
-    scores = (logits[0].argmax(axis=1) == targets).astype(np.float64)
+    right = logits[0].argmax(axis=1) == targets
+    if names[0] in reference:
+        right &= ~_overflowed(logits[0], reference[names[0]]).any(axis=1)
+    scores = right.astype(np.float64)
     return Score(float(scores.mean()), scores)
 
 
