@@ -87,7 +87,7 @@ def lint(pipeline: Path, as_json: bool) -> None:
             if finding.hint:
                 click.echo(f"  {finding.hint}")
         click.echo(f"{len(findings)} findings" if findings else "nothing found")
-    if any(finding.severity == "block" for finding in findings):
+    if any(finding.severity == "error" for finding in findings):
         raise click.exceptions.Exit(1)
 
 

@@ -67,7 +67,7 @@ def judge(module, folder, inputs=None, *, backends=(), **settings) -> Judgement:
 
 
 def rules(judgement):
-    return [f.rule for f in judgement.findings if f.severity == "block" and not f.backend]
+    return [f.rule for f in judgement.findings if f.severity == "error" and not f.backend]
 
 
 def run(folder, **feeds: Any):
@@ -90,7 +90,7 @@ def test_unused_input_shifts_no_other(tmp_path):
 
     inputs = {"a": declared(2), "b": declared(2), "c": declared(2)}
     judgement = judge(Difference(), tmp_path, inputs)
-    assert [(f.rule, f.severity) for f in judgement.findings] == [("shape/input-unused", "warn")]
+    assert [(f.rule, f.severity) for f in judgement.findings] == [("shape/input-unused", "warning")]
     assert np.array_equal(run(tmp_path, a=[[5, 6]], b=[[9, 9]], c=[[1, 2]])["output"], [[3, 2]])
 
 
@@ -219,7 +219,7 @@ def line_of(name):
 @pytest.mark.parametrize("exporter", ["auto", "dynamo"])
 def test_branch_on_a_tensors_value_is_blocked_at_its_line(tmp_path, exporter):
     finding = judge(Branch(), tmp_path, exporter=exporter).findings[0]
-    assert (finding.rule, finding.severity) == ("control-flow/data-dependent", "block")
+    assert (finding.rule, finding.severity) == ("control-flow/data-dependent", "error")
     assert (finding.file, finding.line) == ("test_export.py", line_of("Branch"))
     assert "torch.where" in finding.hint
 
@@ -232,7 +232,7 @@ def test_loop_over_a_dynamic_dimension_is_blocked_at_its_line(tmp_path):
     judgement = judge(Loop(), tmp_path, {"x": declared("time", time=DimSettings(min=2, opt=3, max=6))})
     assert "control-flow/loop-over-size" in rules(judgement)
     assert {"shape/value", "shape/graph-fails"} & set(rules(judgement))
-    blocked = [f for f in judgement.findings if f.severity == "block"]
+    blocked = [f for f in judgement.findings if f.severity == "error"]
     assert {(f.file, f.line) for f in blocked} == {("test_export.py", line_of("Loop"))}
 
 
@@ -288,7 +288,7 @@ def test_sizes_that_the_module_refuses_block_when_declared_and_warn_between(tmp_
     assert rules(judge(net, tmp_path, wrong)) == ["shape/original-fails"]
     right = {"x": InputSettings(shape=("batch", 3), dims={"batch": DimSettings(min=4, opt=8, max=12)})}
     judgement = judge(net, tmp_path, right)
-    assert [(f.rule, f.severity) for f in judgement.findings] == [("shape/constrained-dim", "warn")]
+    assert [(f.rule, f.severity) for f in judgement.findings] == [("shape/constrained-dim", "warning")]
     assert judgement.exported.exporter == "dynamo"
     assert "batch = 4*_batch" in judgement.findings[0].message
     assert run(tmp_path, x=np.ones((8, 3)))["output"].tolist() == [[4, 4, 4], [4, 4, 4]]
@@ -404,7 +404,7 @@ def test_legacy_exporter_is_a_fallback_that_is_reported_with_its_reason(tmp_path
     judgement = judge(Net(lambda _, x: x + float(torch.ones(3).numpy().sum()) + x.detach().data_ptr() * 0), tmp_path)
     assert judgement.exported.exporter == "legacy"
     warned = next(f for f in judgement.findings if f.rule == "operators/legacy-exporter")
-    assert (warned.severity, warned.file) == ("warn", "test_export.py")
+    assert (warned.severity, warned.file) == ("warning", "test_export.py")
 
 
 # --- backends --------------------------------------------------------------------------------------------------------

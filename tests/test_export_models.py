@@ -101,7 +101,7 @@ def test_iclabel_whose_batch_is_a_multiple_of_four(tmp_path):
     shapes = {"images": (1, 32, 32), "psds": (1, 1, 100), "autocorr": (1, 1, 100)}
     inputs = {name: InputSettings(shape=("batch", *shape), dims=dims) for name, shape in shapes.items()}
     judgement = judged(model, inputs, tmp_path)
-    assert [(f.rule, f.severity) for f in judgement.findings] == [("shape/constrained-dim", "warn")]
+    assert [(f.rule, f.severity) for f in judgement.findings] == [("shape/constrained-dim", "warning")]
     assert judgement.exported.exporter == "dynamo"
     agree(model, tmp_path, ["output"], **{name: random(12, *shape) for name, shape in shapes.items()})
 

@@ -145,7 +145,7 @@ def adopt_file(source: str, out: str, cases: str, inputs: dict[str, Any], tolera
             findings.append(
                 Finding(
                     rule="operators/opset-kept",
-                    severity="warn",
+                    severity="warning",
                     message=f"the file keeps opset {opset}: converting it to {TARGET_OPSET} {problem}",
                     hint="nothing to do unless a backend or FP16 needs a newer opset; then export it again",
                 )
@@ -256,7 +256,7 @@ def check_foreign(path: Path) -> list[Finding]:
 
 def _invalid(message: str) -> Finding:
     return Finding(
-        rule="operators/invalid-graph", severity="block", message=message, hint="export the model again, or repair it"
+        rule="operators/invalid-graph", severity="error", message=message, hint="export the model again, or repair it"
     )
 
 

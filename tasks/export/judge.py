@@ -100,7 +100,7 @@ def _excused(traced: Judgement, captured: Judgement) -> Judgement:
     """A traced graph that stands in for an invalid captured one, and says so."""
     reason = Finding(
         rule="operators/legacy-exporter",
-        severity="warn",
+        severity="warning",
         message="the graph was traced, not captured by torch.export, whose graph is invalid: "
         + blocking(captured.findings)[0].message,
         hint="tracing freezes what Python decides; only the comparison with PyTorch vouches for this graph",
@@ -124,7 +124,7 @@ def with_suspicions(
         return [
             *findings,
             *(
-                s.model_copy(update={"severity": "block", "message": f"{s.message}; tracing froze it"})
+                s.model_copy(update={"severity": "error", "message": f"{s.message}; tracing froze it"})
                 for s in suspicions
                 if s.rule in _ABOUT_VALUES and (s.file, s.line) in frozen
             ),
@@ -139,7 +139,7 @@ def with_suspicions(
         else f
         for f in findings
     ]
-    added = [s.model_copy(update={"severity": "block"}) if s in explaining else s for s in suspicions]
+    added = [s.model_copy(update={"severity": "error"}) if s in explaining else s for s in suspicions]
     return [*placed, *(s for s in added if (s.file, s.line) not in known)]
 
 
@@ -220,7 +220,7 @@ def _exporter_findings(exported: Exported, roots: Sequence[Path]) -> list[Findin
         findings.append(
             Finding(
                 rule="operators/legacy-exporter",
-                severity="warn",
+                severity="warning",
                 message=f"the graph was traced, not captured by torch.export: {exported.failures[-1].message}",
                 hint="tracing freezes what Python decides; only the comparison with PyTorch vouches for this graph",
                 **_place(exported.failures[-1], roots),
@@ -242,7 +242,7 @@ def _not_exported(failures: Sequence[Diagnosis], roots: Sequence[Path]) -> Itera
     for failure in dependent:
         yield Finding(
             rule="control-flow/data-dependent",
-            severity="block",
+            severity="error",
             message=f"Python decides by a tensor's values, which a graph cannot follow: {failure.message}",
             hint="use torch.where for a choice, torch.cond for a branch, a mask or a fixed number of steps for a loop",
             **_place(failure, roots),
@@ -251,7 +251,7 @@ def _not_exported(failures: Sequence[Diagnosis], roots: Sequence[Path]) -> Itera
         for failure in failures:
             yield Finding(
                 rule="operators/not-exported",
-                severity="block",
+                severity="error",
                 message=failure.message,
                 hint="rewrite this part with operations that torch.onnx can translate",
                 **_place(failure, roots),
@@ -269,7 +269,7 @@ def _check_opset(model: ir.Model, asked: int) -> list[Finding]:
     return [
         Finding(
             rule="operators/opset",
-            severity="block",
+            severity="error",
             message=f"opset {asked} was asked for, the file has {found}",
             hint="ask for the opset that the exporter writes (18 and later), or set export.exporter: legacy",
         )
@@ -285,4 +285,4 @@ def _check_file(file: Path) -> list[Finding]:
 
 
 def _broken(message: str, rule: str = "operators/invalid-graph") -> Finding:
-    return Finding(rule=rule, severity="block", message=message, hint="try the other exporter (export.exporter)")
+    return Finding(rule=rule, severity="error", message=message, hint="try the other exporter (export.exporter)")

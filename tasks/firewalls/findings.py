@@ -14,17 +14,18 @@ from enginesmith.tasks.errors import EnginesmithError
 
 FINDINGS = "findings.json"
 
-Severity = Literal["block", "warn", "advice"]
-_ORDER: dict[Severity, int] = {"block": 0, "warn": 1, "advice": 2}
+Severity = Literal["error", "warning", "advice"]
+_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "advice": 2}
 
 
 class Finding(BaseModel):
     """One thing that a rule found.
 
     Attributes:
-        rule: the rule's id, ``firewall/rule``; docs/firewalls/ has a page for each.
-        severity: `block` stops the export (or, with `backend`, only that backend), `warn` and `advice` do not.
-        message: what was found and what happens if it is ignored, with the measured number where there is one.
+        rule: the rule's id, ``firewall/rule``; docs/rules/ has a page for each.
+        severity: `error` stops the export (or, with `backend`, only that backend), `warning` and `advice` do not.
+        message: what was found, with the measured number where there is one.
+        effect: what happens if it is ignored; empty when the rule's page says all there is.
         file: source file, relative to the pipeline's folder or to the folder of installed packages; empty if unknown.
         line: line in `file`, 1-based; 0 if unknown.
         node: name of the ONNX node; empty if it is not about one.
@@ -38,6 +39,7 @@ class Finding(BaseModel):
     rule: str
     severity: Severity
     message: str
+    effect: str = ""
     file: str = ""
     line: int = 0
     node: str = ""
@@ -92,14 +94,14 @@ class BlockedError(EnginesmithError):
 
 def blocking(findings: Iterable[Finding]) -> list[Finding]:
     """Those that stop the export for every target."""
-    return [f for f in findings if f.severity == "block" and not f.backend]
+    return [f for f in findings if f.severity == "error" and not f.backend]
 
 
 def refused_backends(findings: Iterable[Finding]) -> dict[str, list[Finding]]:
     """The blocking findings of single backends, by backend: these targets cannot be built."""
     refused: dict[str, list[Finding]] = {}
     for finding in findings:
-        if finding.severity == "block" and finding.backend:
+        if finding.severity == "error" and finding.backend:
             refused.setdefault(finding.backend, []).append(finding)
     return refused
 

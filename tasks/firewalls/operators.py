@@ -54,7 +54,7 @@ def check_operators(folder: Path, backends: Iterable[str]) -> list[Finding]:
             findings.append(
                 Finding(
                     rule="operators/refused",
-                    severity="block",
+                    severity="error",
                     message=f"{error.found}{': ' + error.details[-1] if error.details else ''}",
                     backend=backend,
                     hint="the parser could not read this graph at all; build for another backend",
@@ -75,7 +75,7 @@ def _refused(entry: dict[str, Any], backend: str, model: ir.Model | None) -> Fin
     opset = "" if model is None else f" (opset {model.opset_imports.get('', 0)})"
     return Finding(
         rule="operators/refused",
-        severity="block",
+        severity="error",
         message=f"{entry['op'] or 'the graph'}{opset} is refused: {entry['error']}",
         file=file,
         line=line,

@@ -36,7 +36,7 @@ def check_inputs(model: ir.Model, inputs: Mapping[str, InputSettings]) -> list[F
     findings = [
         Finding(
             rule="shape/input-gone",
-            severity="block",
+            severity="error",
             message=f"the declared input {name!r} is not in the graph: feeding by position would shift the others",
             hint="forward does not use it: remove it from inputs, or use it",
         )
@@ -49,7 +49,7 @@ def check_inputs(model: ir.Model, inputs: Mapping[str, InputSettings]) -> list[F
             findings.append(
                 Finding(
                     rule="shape/input-unknown",
-                    severity="block",
+                    severity="error",
                     message=f"the graph has an input {name!r} that is not declared",
                     hint=f"declared are {', '.join(inputs)}; the graph's are {', '.join(values)}",
                 )
@@ -60,7 +60,7 @@ def check_inputs(model: ir.Model, inputs: Mapping[str, InputSettings]) -> list[F
             findings.append(
                 Finding(
                     rule="shape/input-unused",
-                    severity="warn",
+                    severity="warning",
                     message=f"nothing reads the input {name!r}: an engine builder may drop it",
                     hint="remove it from inputs and from forward, or use it",
                 )
@@ -75,7 +75,7 @@ def _check_shape(name: str, value: ir.Value, declared: InputSettings) -> list[Fi
         findings.append(
             Finding(
                 rule="shape/dtype",
-                severity="block",
+                severity="error",
                 message=f"input {name!r} is {dtype or 'of unknown type'} in the graph, declared is {declared.dtype}",
                 hint="declare the dtype that the graph has, or cast in forward",
             )
@@ -85,7 +85,7 @@ def _check_shape(name: str, value: ir.Value, declared: InputSettings) -> list[Fi
     if found is None or len(found) != len(wanted):
         shown = "no shape" if found is None else f"rank {len(found)}"
         message = f"input {name!r} has {shown} in the graph, declared is rank {len(wanted)}"
-        return [*findings, Finding(rule="shape/static-dim", severity="block", message=message)]
+        return [*findings, Finding(rule="shape/static-dim", severity="error", message=message)]
     for axis, (want, have) in enumerate(zip(wanted, found, strict=True)):
         if want == have:
             continue
@@ -93,7 +93,7 @@ def _check_shape(name: str, value: ir.Value, declared: InputSettings) -> list[Fi
         findings.append(
             Finding(
                 rule="shape/static-dim",
-                severity="block",
+                severity="error",
                 message=(
                     f"dimension {want} of input {name!r} came out static: axis {axis} is {have} in the graph"
                     if dynamic and isinstance(have, int)
@@ -171,7 +171,7 @@ def compare(
             findings.append(
                 Finding(
                     rule="shape/graph-fails",
-                    severity="block",
+                    severity="error",
                     message=f"the graph cannot run {case.place}, {name} can: {'; '.join(error.details[:2])}",
                     hint="something was fixed at the size of the export: a Reshape, an Expand, a table of positions",
                 )
@@ -198,7 +198,7 @@ def _differs(output: str, found: Sequence[tuple[Difference, Case]], name: str) -
     others = [other.word for _, other in found if other is not case]
     return Finding(
         rule="shape/value",
-        severity="block",
+        severity="error",
         message=f"output {output!r} of the graph {worst.found}, {case.place}"
         + (f"; it differs in {len(others)} other cases too: {', '.join(others)}" if others else ""),
         hint=f"the graph does not compute what {name} computes; the other findings may name the place",
@@ -219,7 +219,7 @@ def _random(
     return [
         Finding(
             rule="shape/random",
-            severity="block",
+            severity="error",
             message=f"output {d.output!r} {d.found} between two runs of {name} on the same input",
             hint="something in it draws random numbers in eval mode (functional dropout with training=True?)",
         )
@@ -235,7 +235,7 @@ def _original_failed(case: Case, error: Exception, name: str, roots: Sequence[Pa
     reason = f"{type(error).__name__}: {said[0] if said else ''}"[:300]
     return Finding(
         rule="shape/original-fails" if case.declared else "shape/constrained-dim",
-        severity="block" if case.declared else "warn",
+        severity="error" if case.declared else "warning",
         message=f"{name} itself fails {case.place}, inside the declared range: {reason}",
         file=readable_path(best[-1].filename, roots) if best else "",
         line=(best[-1].lineno or 0) if best else 0,

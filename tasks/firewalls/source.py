@@ -447,7 +447,7 @@ class _Reader:
         self.findings.append(
             Finding(
                 rule=rule,
-                severity="warn",
+                severity="warning",
                 message=f"{word} depends on {what}: {code[:120]}",
                 file=readable_path(frame.file, self.roots),
                 line=getattr(node, "lineno", 0),

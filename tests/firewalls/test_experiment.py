@@ -122,7 +122,7 @@ def test_output_shapes_are_corrected_by_what_was_seen():
 
 def test_findings_are_written_worst_first_and_once(tmp_path):
     advice = Finding(rule="operators/not-judged", severity="advice", message="m", backend="tensorrt")
-    block = Finding(rule="shape/value", severity="block", message="m", file="net.py", line=3, hint="h")
+    block = Finding(rule="shape/value", severity="error", message="m", file="net.py", line=3, hint="h")
     save_findings([advice, block, advice], tmp_path)
     assert load_findings(tmp_path) == (block, advice)
     error = BlockedError.of([advice, block], what="the export")

@@ -12,7 +12,7 @@ from enginesmith.tasks.firewalls.source import check_source
 from enginesmith.tasks.settings import DimSettings, InputSettings
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = sorted(p for p in (ROOT / "docs" / "firewalls").glob("*.md") if p.name != "README.md")
+PAGES = sorted(p for p in (ROOT / "docs" / "rules").glob("*.md") if p.name != "README.md")
 INPUTS = {
     "x": InputSettings(
         shape=("batch", "time", 4),
@@ -33,7 +33,7 @@ def title(page):
 def test_rules_and_pages_are_the_same_set():
     assert {title(page) for page in PAGES} == rules_in_the_code()
     assert {page.stem for page in PAGES} == {title(page).replace("/", "-") for page in PAGES}
-    index = (ROOT / "docs" / "firewalls" / "README.md").read_text()
+    index = (ROOT / "docs" / "rules" / "README.md").read_text()
     assert set(re.findall(r"\[([a-z-]+/[a-z-]+)\]", index)) == {title(page) for page in PAGES}
 
 
