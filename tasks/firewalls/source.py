@@ -323,6 +323,10 @@ class _Reader:
                 return self.value(node.elt, frame)
             case ast.Lambda():
                 return _ANY
+            case ast.NamedExpr():
+                named = self.value(node.value, frame)
+                self.assign(node.target, named, frame)
+                return named
             case _:
                 parts = [self.value(part, frame) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
                 return Value(_merged(parts).labels)
@@ -419,9 +423,13 @@ class _Reader:
         if isinstance(called, FunctionType) and not is_tooling(called.__code__.co_filename):
             return self.enter(called, args, kwargs, path=frame.module)
         name = str(getattr(called, "__name__", ""))
+        labels = _merged(every).labels
+        if _is_numpy(called) and labels & {TENSOR, SIZE}:
+            rule = "shape/value-as-number" if TENSOR in labels else "shape/size-as-number"
+            self.suspect(rule, labels, node, frame, f"numpy.{name}()")
+            return Value(frozenset({NUMBER if TENSOR in labels else SIZE}))
         if called in (isinstance, hasattr, callable, type, issubclass) or name.startswith("is_"):
             return _ANY
-        labels = _merged(every).labels
         return Value(frozenset({TENSOR}) if TENSOR in labels else labels)
 
     def method(self, node: ast.Call, owner: Value, name: str, args: Sequence[Value], frame: _Frame) -> Value:
@@ -567,6 +575,11 @@ def _iterated(called: Any, values: Sequence[Value]) -> Value:
         except Exception:  # whatever the user's objects raise
             return _ANY
     return Value(_merged(values).labels)
+
+
+def _is_numpy(called: Any) -> bool:
+    """Whether it is a function of numpy, which knows neither tensors nor symbolic sizes."""
+    return str(getattr(called, "__module__", None) or type(called).__module__).partition(".")[0] == "numpy"
 
 
 def _is_modules(thing: Any) -> bool:

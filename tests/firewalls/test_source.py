@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -70,6 +71,18 @@ class Sizes(nn.Module):
         return x[:, :half]
 
 
+class Roundtrips(nn.Module):
+    def forward(self, x):
+        count = np.prod(x.shape)  # shape/size-as-number
+        root = np.sqrt(x.shape[1])  # shape/size-as-number
+        peak = np.max(x)  # shape/value-as-number
+        if (total := x.sum()) > 0:  # control-flow/branch-on-value
+            x = x * 2
+        if total < 0:  # control-flow/branch-on-value
+            x = -x
+        return x / count / root / peak * np.sqrt(2.0)
+
+
 class Inner(nn.Module):
     def forward(self, y, flip=False):
         if flip and y.sum() > 0:  # control-flow/branch-on-value
@@ -130,7 +143,7 @@ class Clean(nn.Module):
         return torch.cat(parts, dim=-1)
 
 
-@pytest.mark.parametrize("cls", [Branches, Numbers, Sizes])
+@pytest.mark.parametrize("cls", [Branches, Numbers, Sizes, Roundtrips])
 def test_suspicions_stand_on_their_lines(cls):
     assert suspicions(cls()) == marked(cls)
 
