@@ -365,6 +365,8 @@ class _Reader:
                 return _ANY
         if TENSOR in owner.labels:
             if name == "shape":
+                if owner.shape is not None and all(isinstance(size, int) for size in owner.shape):
+                    return Value(object=owner.shape)  # declared fixed, or a weight's: plain numbers
                 return Value(frozenset({SIZE}), shape=owner.shape)
             return Value(NONE if name in _STATIC_ATTRIBUTES else owner.labels)
         return Value(owner.labels)

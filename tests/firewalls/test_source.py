@@ -136,6 +136,7 @@ class Clean(nn.Module):
             x = norm(x)
         for row in self.weight:
             x = x + row
+        x = x / np.prod(self.weight.shape) + len(self.weight)
         batch, time, _ = x.size()
         x = x.reshape(batch, time, 2, 2).flatten(2)
         x = torch.where(x > 0, x, functional.softplus(x))
