@@ -188,7 +188,9 @@ class Search:
     def _try(self, items: tuple[Item, ...], step: str) -> bool:
         nodes = _nodes(items)
         if nodes not in self._known:
-            if len(self._trials) + self._charged >= evaluation_limit(self.nodes, len(self._needed)):
+            # Needed once is not needed for good: what is kept in the end may be as few as these.
+            counted = min(len(self._needed), len(items))
+            if len(self._trials) + self._charged >= evaluation_limit(self.nodes, counted):
                 raise _OutOfEvaluationsError
             progress.checkpoint()
             drop = self.measure(nodes)
