@@ -6,6 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= $(firstword $(foreach v,3.14 3.13 3.12 3.11,$(shell python$(v) -c 'import sys, venv, ensurepip; print(sys.executable)' 2>/dev/null)))
 BIN := .venv/bin
@@ -26,7 +27,8 @@ python:
 .PHONY: venv
 venv: .venv/installed
 
-# --no-compile: of torch and the like only what is imported needs bytecode, and gets it then.
+# --no-compile: of torch and the like only what is imported needs bytecode, and gets it then, wherever that is not
+# forbidden: without it every process compiles six thousand files, which takes longer than most tests.
 .venv/installed: pyproject.toml constraints.txt Makefile
 	@$(MAKE) --no-print-directory python
 	"$(PYTHON)" -c 'import sys; sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, 3.11 is needed") if sys.version_info < (3, 11) else None'
