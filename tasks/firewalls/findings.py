@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
 
 from enginesmith.tasks.errors import EnginesmithError
 
@@ -26,6 +29,8 @@ class Finding(BaseModel):
         severity: `error` stops the export (or, with `backend`, only that backend), `warning` and `advice` do not.
         message: what was found, with the measured number where there is one.
         effect: what happens if it is ignored; empty when the rule's page says all there is.
+        measured: the figure that was measured, in the unit that the message names; None where nothing was measured or
+            the figure is not finite (the message says so then).
         file: source file, relative to the pipeline's folder or to the folder of installed packages; empty if unknown.
         line: line in `file`, 1-based; 0 if unknown.
         node: name of the ONNX node; empty if it is not about one.
@@ -40,12 +45,25 @@ class Finding(BaseModel):
     severity: Severity
     message: str
     effect: str = ""
+    measured: float | None = None
     file: str = ""
     line: int = 0
     node: str = ""
     module: str = ""
     backend: str = ""
     hint: str = ""
+
+    @field_validator("measured")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
+
+    @property
+    def identity(self) -> str:
+        """Sixteen hex digits that stay the same when lines move and figures change; alike findings share them."""
+        message = re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", self.message)
+        parts = (self.rule, self.backend, self.file, self.module, self.node, message)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
     @property
     def where(self) -> str:

@@ -1,0 +1,1 @@
+"""The pages of the firewalls' rules, one Markdown file each, read by `enginesmith explain`."""
