@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -300,6 +303,48 @@ def test_same_inputs_give_the_same_bytes(calibrate: Calibrate, tmp_path: Path) -
         settings=Int8Settings(),
     )
     assert first.digest == second.digest
+
+
+def test_one_and_two_processors_give_the_same_bytes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((1, 1, 2, 2)).astype(np.float32)
+    (tmp_path / "model.onnx").write_bytes(conv_relu_model(weight=weight, bias=-0.1))
+    np.save(tmp_path / "x.npy", rng.standard_normal((64, 1, 4, 4)).astype(np.float32))
+    processors = sorted(os.sched_getaffinity(0))[:2]
+    if len(processors) < 2:
+        pytest.skip("this process may use one processor only")
+    digests = []
+    for allowed in (processors[:1], processors):
+        environment = os.environ | {"OMP_NUM_THREADS": str(len(allowed)), "OPENBLAS_NUM_THREADS": str(len(allowed))}
+        arguments = [sys.executable, "-c", _REFIT, str(tmp_path), ",".join(map(str, allowed))]
+        run = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+        digests.append(run.stdout)
+    assert digests[0].startswith("refit ")
+    assert digests[0] == digests[1]
+
+
+_REFIT = """
+import hashlib, os, sys
+from pathlib import Path
+
+os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
+import numpy as np
+from enginesmith.tasks import progress
+from enginesmith.tasks.calibrate.refit import gather, refit_weights
+from enginesmith.tasks.data import Dataset
+from enginesmith.tasks.graph import io, qdq
+
+progress.quiet()
+folder = Path(sys.argv[1])
+graph = io.load(folder)
+convs, _ = qdq.find_convs(graph, "conv")
+plan = qdq.plan_quantization(graph, convs, {"x": 0.03, "r": 0.05})
+dataset = Dataset({"x": np.load(folder / "x.npy")}, None, True, 1, 8, 8)
+with progress.track("t", total=64) as bar:
+    statistics = gather(graph, plan, dataset, bar)
+qdq.QuantizePass(refit_weights(graph, plan, statistics))(graph)
+print("refit", hashlib.sha256(io.save(graph, folder / "int8").read_bytes()).hexdigest())
+"""
 
 
 def test_model_without_conv_relu_is_left_as_it_is_and_the_report_says_so(calibrate: Calibrate, tmp_path: Path) -> None:
