@@ -71,6 +71,77 @@ def compile_command(
     show(compiled)
 
 
+def _services_command(function: Callable[..., None]) -> click.Command:
+    """A command on the local servers, with the options that say which."""
+    for option in (
+        click.option(
+            "--workers", type=click.IntRange(min=0), default=1, show_default=True, help="Workers of the work pool."
+        ),
+        click.option("--pool", default="compile", show_default=True, help="The work pool."),
+        click.option("--mlflow-port", type=click.IntRange(1, 65535), default=5000, show_default=True),
+        click.option("--prefect-port", type=click.IntRange(1, 65535), default=4200, show_default=True),
+        click.option("--host", default="127.0.0.1", show_default=True, help="Beyond loopback only with logins set."),
+        _services_folder,
+    ):
+        function = option(function)
+    return cli.command()(function)
+
+
+_services_folder = click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=Path("artifacts/services"),
+    envvar="ENGINESMITH_SERVICES",
+    show_default=True,
+    help="Databases, logs and process files.",
+)
+
+
+@_services_command
+@click.option("--deploy", "file", type=click.Path(path_type=Path), help="Apply the deployments of this pipeline.yaml.")
+def up(file: Path | None, folder: Path, **options: Any) -> None:
+    """Start the Prefect server, its workers and the MLflow server on this host; what runs already is left alone."""
+    from enginesmith.flows.services import Options, deploy, environment
+    from enginesmith.flows.services import up as start
+
+    chosen = Options(folder.resolve(), **options)
+    start(chosen, click.echo)
+    if file is not None:
+        deploy(chosen, file)
+        click.echo(f"deployed {file}")
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        click.echo(f"export {name}={environment(chosen)[name]}")
+
+
+@cli.command()
+@_services_folder
+def down(folder: Path) -> None:
+    """Stop what `enginesmith up` started from this folder, and nothing else."""
+    from enginesmith.flows.services import down as stop
+
+    stop(folder.resolve(), click.echo)
+
+
+@_services_command
+@_json
+def status(folder: Path, as_json: bool, **options: Any) -> None:
+    """Show how the local servers and workers are; exit code 1 when one does not answer."""
+    from dataclasses import asdict
+
+    from enginesmith.flows.services import Options
+    from enginesmith.flows.services import status as look
+
+    found = look(Options(folder.resolve(), **options))
+    if as_json:
+        click.echo(json.dumps([asdict(service) for service in found]))
+    else:
+        for service in found:
+            pid = f"pid {service.pid}" if service.pid else ""
+            click.echo(f"{service.name:<10} {service.state:<10} {pid:<12} {service.address}".rstrip())
+    if any(service.state != "up" for service in found):
+        raise click.exceptions.Exit(1)
+
+
 @cli.command()
 @_pipeline
 @_json

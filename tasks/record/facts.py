@@ -55,7 +55,11 @@ class Process:
     @classmethod
     def current(cls) -> Process:
         """The calling process."""
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """A running process of this host and process namespace."""
         return cls(platform.node().replace(" ", "_") or "unknown", pid, _boot(), _started(pid))
 
     @classmethod
