@@ -130,7 +130,8 @@ def record(
             runs begun are marked FAILED, or KILLED when the user stopped the program.
     """
     uri = tracking_uri or compiled.pipeline.tracking_uri
-    with connect(uri, artifacts=_artifact_root(compiled.pipeline, uri, artifacts)) as tracking:
+    turn = compiled.pipeline.store_root / "locks" / "record"  # by store: the same artifacts are the same compile
+    with connect(uri, artifacts=_artifact_root(compiled.pipeline, uri, artifacts), turn=turn) as tracking:
         sweep_through(tracking)
         experiment = tracking.experiment(compiled.pipeline.name, experiment_tags)
         digest = compiled.digest

@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -130,7 +130,9 @@ class Tracking:
 
 
 @contextmanager
-def connect(uri: str, *, artifacts: Path | None = None, patience: float | None = None) -> Iterator[Tracking]:
+def connect(
+    uri: str, *, artifacts: Path | None = None, patience: float | None = None, turn: Path | None = None
+) -> Iterator[Tracking]:
     """Open MLflow; for SQLite, alone among this host's processes.
 
     Args:
@@ -138,6 +140,7 @@ def connect(uri: str, *, artifacts: Path | None = None, patience: float | None =
         artifacts: folder for the artifacts of new experiments; by default ``mlruns`` beside a SQLite file, and left to
             the server otherwise.
         patience: seconds to wait for another process to finish its writing; None waits as long as it takes.
+        turn: what the processes that write to a server take turns by: the lock file beside this path.
 
     Raises:
         EnginesmithError: with key tracking.uri, when MLflow cannot be reached or refuses.
@@ -148,7 +151,8 @@ def connect(uri: str, *, artifacts: Path | None = None, patience: float | None =
     with _translated(uri):
         if database is None:
             _knock(uri)
-            yield Tracking(uri, _client(uri), artifacts)
+            with nullcontext() if turn is None else _alone(turn, patience):
+                yield Tracking(uri, _client(uri), artifacts)
             return
         with _alone(database, patience):
             _create(database)
@@ -213,7 +217,7 @@ def _sqlite_file(uri: str) -> Path | None:
 
 @contextmanager
 def _alone(database: Path, patience: float | None) -> Iterator[None]:
-    """Hold the lock beside the database: its schema is created once, and a compile is looked up and recorded as one."""
+    """Hold the lock beside a path: a schema is created once, and a compile is looked up and recorded as one."""
     database.parent.mkdir(parents=True, exist_ok=True)
     beside = database.with_name(database.name + ".lock")
     beside.open("a").close()  # where it cannot be written, FileLock would wait for ever

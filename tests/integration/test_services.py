@@ -116,8 +116,10 @@ def test_other_settings_are_refused_while_it_runs(house: House) -> None:
     assert "down first" in out
 
 
-def test_an_event_compiles_a_checkpoint_and_mlflow_keeps_it(house: House, tmp_path: Path) -> None:
-    folder = tmp_path / "digits"
+@pytest.fixture(scope="module")
+def by_event(house: House, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a checkpoint that an event announced."""
+    folder = tmp_path_factory.mktemp("event") / "digits"
     ignored = shutil.ignore_patterns("*.pt", "artifacts", "__pycache__")
     shutil.copytree(ROOT / "examples" / "digits", folder, ignore=ignored)
     subprocess.run([sys.executable, "train.py"], cwd=folder, check=True)
@@ -127,19 +129,39 @@ def test_an_event_compiles_a_checkpoint_and_mlflow_keeps_it(house: House, tmp_pa
     payload = json.dumps({"path": str(checkpoint), "pipeline": str(folder / "pipeline.yaml")})
     event = ("event", "emit", "checkpoint.created", "--resource-id", "checkpoint.epoch9", "--payload", payload)
     house.run("prefect", *event)
+    return folder
+
+
+def compiles(house: House) -> list[Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(environment(house.options)["MLFLOW_TRACKING_URI"])
+    experiment = client.get_experiment_by_name("digits")
+    return list(client.search_runs([experiment.experiment_id], "tags.`enginesmith.kind` = 'compile'"))
+
+
+def test_an_event_compiles_a_checkpoint_and_mlflow_keeps_it(house: House, by_event: Path) -> None:
     end = time.monotonic() + 240
     while not (runs := house.post("/flow_runs/filter", {})) or runs[0]["state_type"] not in ("COMPLETED", "FAILED"):
         assert time.monotonic() < end, runs
         time.sleep(1)
     assert [run["state_type"] for run in runs] == ["COMPLETED"]
-    assert runs[0]["parameters"]["checkpoint"] == str(checkpoint)
-    from mlflow import MlflowClient
-
-    client = MlflowClient(environment(house.options)["MLFLOW_TRACKING_URI"])
-    experiment = client.get_experiment_by_name("digits")
-    (parent,) = client.search_runs([experiment.experiment_id], "tags.`enginesmith.kind` = 'compile'")
+    assert runs[0]["parameters"]["checkpoint"] == str(by_event / "epoch9.pt")
+    (parent,) = compiles(house)
     assert parent.info.status == "FINISHED"
     assert parent.data.tags["trigger"] == "deployment"
+
+
+def test_two_processes_record_the_same_compile_once_through_the_server(house: House, by_event: Path) -> None:
+    from mlflow import MlflowClient
+
+    for run in compiles(house):
+        MlflowClient(environment(house.options)["MLFLOW_TRACKING_URI"]).delete_run(run.info.run_id)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment(house.options)}
+    compile_ = [BIN / "enginesmith", "compile", "pipeline.yaml", "--checkpoint", "epoch9.pt", "--plain"]
+    both = [subprocess.Popen(compile_, cwd=by_event, env=env, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait(120) for process in both] == [0, 0]
+    assert [run.info.status for run in compiles(house)] == ["FINISHED"]
 
 
 def test_a_killed_server_is_named_and_started_again(house: House) -> None:
