@@ -216,6 +216,21 @@ def test_a_compile_is_one_parent_and_one_child_per_variant_and_target(compiled: 
     assert below["cpu/fp32"].data.tags["champion"] == "false"
 
 
+def test_the_commit_of_the_pipeline_file_is_a_tag(compiled: CompileRecord, uri: str) -> None:
+    assert "git.commit" not in client(uri).get_run(record(compiled).run_id).data.tags
+    folder = compiled.pipeline.folder
+    git = ["git", "-C", str(folder), "-c", "user.name=me", "-c", "user.email=me@localhost"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", compiled.pipeline.path.name], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    failed = record_failure(compiled.pipeline, RuntimeError("x"), started=compiled.started)
+    assert client(uri).get_run(failed.run_id).data.tags["git.commit"] == head
+    compiled.pipeline.path.write_text(compiled.pipeline.path.read_text() + "\n")
+    failed = record_failure(compiled.pipeline, RuntimeError("x"), started=compiled.started)
+    assert client(uri).get_run(failed.run_id).data.tags["git.commit"] == f"{head}-dirty"
+
+
 def test_a_nan_metric_is_a_failed_verdict_and_no_number(compiled: CompileRecord, uri: str) -> None:
     child = children(uri, record(compiled).run_id)["rtx/fp16"]
     assert child.data.tags["verdict"] == "failed"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,19 @@ def hardware() -> dict[str, str]:
         if text:
             found[name] = text
     return found
+
+
+def git_commit(folder: Path) -> str:
+    """The commit that a folder is checked out at, ``-dirty`` behind it when tracked files differ; empty outside git."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    command = [git, "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return str(done.stdout).strip() if done.returncode == 0 else ""
 
 
 @dataclass(frozen=True)

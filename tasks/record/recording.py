@@ -22,7 +22,7 @@ from enginesmith.tasks import plots, progress
 from enginesmith.tasks.graph.layers import LAYERS, LayerTable, load_layers
 from enginesmith.tasks.graph.plan import NodeRow, load_plan
 from enginesmith.tasks.hardware import this_host
-from enginesmith.tasks.record.facts import hardware, versions
+from enginesmith.tasks.record.facts import git_commit, hardware, versions
 from enginesmith.tasks.record.files import staged
 from enginesmith.tasks.record.masking import MASK, is_secret, mask, mask_data, mask_uris
 from enginesmith.tasks.record.names import safe_name
@@ -300,6 +300,7 @@ def _parent_tags(pipeline: Pipeline, source_sha256: str, given: Mapping[str, str
         "pipeline.sha256": digest_of(_settings(pipeline, places=False)),
         "mlflow.source.name": f"enginesmith compile {pipeline.path.name}",
         "mlflow.source.type": "LOCAL",
+        "git.commit": git_commit(pipeline.folder),
         **{f"version.{tool}": version for tool, version in versions().items()},
         **{f"hardware.{name}": value for name, value in hardware().items()},
         **{str(name): MASK if is_secret(name) else mask(str(value)) for name, value in given.items()},
