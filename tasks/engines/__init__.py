@@ -9,6 +9,7 @@ from enginesmith.tasks.engines.spec import Backend, EngineError
 
 _BACKENDS = {
     "onnxruntime": "enginesmith.tasks.engines.onnxruntime:OnnxRuntime",
+    "tensorrt": "enginesmith.tasks.engines.tensorrt:TensorRt",
     "tensorrt_rtx": "enginesmith.tasks.engines.tensorrt_rtx:TensorRtRtx",
 }
 
