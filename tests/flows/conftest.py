@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from enginesmith.tasks.record.tracking import connect
 
@@ -49,25 +50,55 @@ class Project:
         return {f"{p.parent.name}/{p.name}" for p in (self.store / "objects").glob("*/*")}
 
 
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that one test process of a run makes and all of them use."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(folder.with_suffix(".lock")):
+        done = folder.with_suffix(".done")
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)  # in place: MLflow's tables have absolute paths
+            done.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example with its checkpoint."""
-    folder = tmp_path_factory.mktemp("trained") / "digits"
+    return made_once(tmp_path_factory, "trained", _train) / "digits"
+
+
+def _train(parent: Path) -> None:
+    folder = parent / "digits"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("*.pt", "artifacts", "__pycache__"))
     subprocess.run([sys.executable, "train.py"], cwd=folder, check=True)
     (folder / "artifacts").mkdir()
     with connect(f"sqlite:///{folder}/artifacts/mlflow.db"):
         pass  # MLflow's tables take seconds to create: once for all copies
-    return folder
 
 
 @pytest.fixture(scope="session")
 def compiled(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """The example, compiled once. Do not change it: copy it with `project`."""
-    folder = tmp_path_factory.mktemp("compiled") / "digits"
-    shutil.copytree(trained, folder)
-    run_enginesmith(["compile", "pipeline.yaml", "--plain"], folder)
-    return Project(folder)
+    """The example, compiled once. Do not change it: copy it with `recompiled`."""
+
+    def make(parent: Path) -> None:
+        shutil.copytree(trained, parent / "digits")
+        run_enginesmith(["compile", "pipeline.yaml", "--plain"], parent / "digits")
+
+    return Project(made_once(tmp_path_factory, "compiled", make) / "digits")
+
+
+@pytest.fixture(scope="session")
+def unchanged(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What compiling the compiled example again says."""
+
+    def make(folder: Path) -> None:
+        (folder / "compiled.json").write_text(json.dumps(compile_json(compiled)))
+
+    data: dict[str, Any] = json.loads((made_once(tmp_path_factory, "unchanged", make) / "compiled.json").read_text())
+    return data
 
 
 @pytest.fixture
