@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,29 @@ NOT_IN_8_6 = {"STRONGLY_TYPED", "IProgressMonitor", "progress_monitor", "WEIGHT_
 @pytest.mark.parametrize(("version", "known"), [("8.6", V86), ("10.13 stubs", V10), ("11.4 bindings", V11)])
 def test_names_used_without_detection_exist_in_every_version(version, known) -> None:
     assert sorted(UNCONDITIONAL - known) == [], version
+
+
+def library_names() -> set[str]:
+    """Every name that the TensorRT modules take from the library itself: `trt.A` and `trt.A.B`."""
+    found: set[str] = set()
+    for module in ("tensorrt", "tensorrt_config", "tensorrt_engine", "tensorrt_network"):
+        source = (Path(network.__file__).parent / f"{module}.py").read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Attribute):
+                inner = node.value
+                if isinstance(inner, ast.Attribute):
+                    inner = inner.value
+                if isinstance(inner, ast.Name) and inner.id == "trt":
+                    found.add(node.attr)
+    return found
+
+
+def test_every_name_taken_from_the_library_is_in_one_of_the_lists() -> None:
+    names = library_names()
+    assert {"Builder", "BuilderFlag", "IInt8EntropyCalibrator2", "IProgressMonitor"} <= names  # the walk sees them
+    own = {"__init__"}
+    in_all = V86 & V10 & V11
+    assert sorted(names - UNCONDITIONAL - GONE_IN_11 - NOT_IN_8_6 - in_all - own) == []
 
 
 def test_names_that_11_lost_are_those_of_weakly_typed_networks() -> None:
