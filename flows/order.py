@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -208,6 +208,7 @@ def _steps(plan: Plan, step: Callable[..., Any]) -> None:
     from enginesmith.tasks.data import DATA
     from enginesmith.tasks.export import ADOPT, EXPORT
     from enginesmith.tasks.fallback import FALLBACK
+    from enginesmith.tasks.firewalls.waivers import active
     from enginesmith.tasks.fold import FOLD, FOLD_GRAPH
     from enginesmith.tasks.metric import metric_ref
     from enginesmith.tasks.probe import PROBE
@@ -221,19 +222,18 @@ def _steps(plan: Plan, step: Callable[..., Any]) -> None:
     fp16, int8, budget = settings.precision.fp16, settings.precision.int8, settings.budget
     metric = metric_ref(settings.data.metric, plan.pipeline.folder)
     backends = tuple(sorted({target.backend for target in plan.targets}))
+    judging = {"settings": settings.export, "backends": backends, "waivers": active(settings.lint.waivers, _today())}
 
     if plan.is_onnx:
         data = step(DATA, **_data_inputs(plan.pipeline))
-        adopted = step(ADOPT, source=plan.source, data=data, inputs=inputs, settings=settings.export, backends=backends)
+        adopted = step(ADOPT, source=plan.source, data=data, inputs=inputs, **judging)
         exported = step(FOLD_GRAPH, model=adopted, data=data, inputs=inputs, settings=settings.fold)
     else:
         factory = factory_of(plan.pipeline)
         weights = step(SLIM, checkpoint=plan.source, **_slim_settings(plan.pipeline))
         data = step(DATA, **_data_inputs(plan.pipeline))
         folded = step(FOLD, weights=weights, factory=factory, data=data, inputs=inputs, settings=settings.fold)
-        exported = step(
-            EXPORT, model=folded, factory=factory, data=data, inputs=inputs, settings=settings.export, backends=backends
-        )
+        exported = step(EXPORT, model=folded, factory=factory, data=data, inputs=inputs, **judging)
     model = step(SIMPLIFY, model=exported, data=data, inputs=inputs, settings=settings.simplify)
     judged = {"data": data, "reference": step(REFERENCE, model=model, data=data, metric=metric), "metric": metric}
 
@@ -251,6 +251,10 @@ def _steps(plan: Plan, step: Callable[..., Any]) -> None:
         files["int8-mixed"] = Part(reverted, "int8-mixed")
 
     _engines(plan, step, {variant: files[variant] for variant in plan.variants}, judged)
+
+
+def _today() -> date:
+    return datetime.now(UTC).date()
 
 
 def _engines(plan: Plan, step: Callable[..., Any], files: dict[str, Any], judged: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import os
 import re
@@ -173,6 +174,29 @@ class ExportSettings(Settings):
     tolerance: float = Field(1e-4, gt=0, allow_inf_nan=False)
 
 
+class WaiverSettings(Settings):
+    """A finding that somebody looked at and accepts: by rule and place, with the reason.
+
+    `rule`, `file` (``model.py`` or ``model.py:12``), `module`, `node` and `backend` are patterns with ``*``, ``?`` and
+    ``[]``; all that are given must match. After `until` it no longer holds.
+    """
+
+    rule: str = Field(min_length=1)
+    file: str = ""
+    module: str = ""
+    node: str = ""
+    backend: str = ""
+    reason: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+    until: datetime.date | None = None
+
+
+class LintSettings(Settings):
+    """What of the firewalls' findings counts."""
+
+    fail_on: Literal["error", "warning", "advice", "never"] = "error"
+    waivers: tuple[WaiverSettings, ...] = ()
+
+
 class SimplifySettings(Settings):
     """onnxsim and its gate."""
 
@@ -235,6 +259,7 @@ class PipelineSettings(Settings):
     budget: BudgetSettings = BudgetSettings()
     fold: FoldSettings = FoldSettings()
     export: ExportSettings = ExportSettings()
+    lint: LintSettings = LintSettings()
     simplify: SimplifySettings = SimplifySettings()
     precision: PrecisionSettings = PrecisionSettings()
     targets: dict[Name, TargetSettings] = Field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from enginesmith.tasks.export.judge import Judgement, judge_module
 from enginesmith.tasks.firewalls.findings import BlockedError, Finding, blocking, in_order, save_findings
 from enginesmith.tasks.firewalls.operators import check_operators
 from enginesmith.tasks.firewalls.samples import cases_of
+from enginesmith.tasks.firewalls.waivers import waive
 from enginesmith.tasks.graph import io
-from enginesmith.tasks.settings import ExportSettings, InputSettings
+from enginesmith.tasks.settings import ExportSettings, InputSettings, WaiverSettings
 from enginesmith.tasks.stage import SourceFile, Stage
 from enginesmith.tasks.store import Artifact
 from enginesmith.tasks.usercode import UserCode, importable
@@ -60,6 +61,7 @@ def export_folded(
     inputs: Mapping[str, InputSettings],
     settings: ExportSettings,
     backends: Iterable[str],
+    waivers: Sequence[WaiverSettings] = (),
 ) -> ExportReport:
     """Export the folded module to `model.onnx` and write `findings.json`.
 
@@ -71,6 +73,7 @@ def export_folded(
         inputs: declared inputs.
         settings: opset, exporter, tolerance.
         backends: whose parsers are asked; a refusal blocks only that backend.
+        waivers: accepted findings. What they cover does not block, as long as the graph was compared with PyTorch.
 
     Raises:
         BlockedError: a firewall blocks the export.
@@ -85,21 +88,42 @@ def export_folded(
             module, load_dataset(data, "calibration"), inputs, settings, backends, out, roots=(factory.folder,)
         )
         bar.advance()
-    return _published(judgement, out)
+    return _published(judgement, out, waivers)
 
 
-def _published(judgement: Judgement, out: Path) -> ExportReport:
-    if judgement.blocked or judgement.exported is None:
-        raise BlockedError.of(judgement.findings, what="the export", key="model.factory")
-    save_findings(judgement.findings, out)
+def _published(judgement: Judgement, out: Path, waivers: Sequence[WaiverSettings]) -> ExportReport:
+    compared = judgement.exported is not None and bool(judgement.cases)
+    findings = accepted(judgement.findings, waivers, compared=compared)
+    if blocking(findings) or judgement.exported is None:
+        raise BlockedError.of(findings, what="the export", key="model.factory")
+    save_findings(findings, out)
     exported = judgement.exported
     return ExportReport(
         exporter=exported.exporter,
         reason=tuple(f.message for f in exported.failures),
-        findings=judgement.findings,
+        findings=findings,
         errors=dict(judgement.errors),
         compared=judgement.cases,
         **graph_facts(exported.model),
+    )
+
+
+def accepted(findings: Sequence[Finding], waivers: Sequence[WaiverSettings], *, compared: bool) -> tuple[Finding, ...]:
+    """Findings with their waivers' reasons.
+
+    An error that kept the graph from being run beside its original cannot be waived: nobody would know what the graph
+    computes. It keeps blocking and says so.
+    """
+    waived = waive(findings, waivers)
+    if compared:
+        return tuple(in_order(waived))
+    return tuple(
+        in_order(
+            f.model_copy(update={"waived": "", "hint": f"its waiver cannot lift it: nothing was compared; {f.hint}"})
+            if f.waived and f.severity == "error" and not f.backend
+            else f
+            for f in waived
+        )
     )
 
 
@@ -150,6 +174,7 @@ def adopt_onnx(
     inputs: Mapping[str, InputSettings],
     settings: ExportSettings,
     backends: Iterable[str],
+    waivers: Sequence[WaiverSettings] = (),
 ) -> AdoptReport:
     """Take over an ONNX file: `model.onnx` in the pipeline's form and `findings.json`; see `foreign.adopt_file`.
 
@@ -160,6 +185,7 @@ def adopt_onnx(
         inputs: declared inputs.
         settings: tolerance of the comparison; a file of opset 18 and later keeps its opset.
         backends: whose parsers are asked; a refusal blocks only that backend.
+        waivers: accepted findings. What they cover does not block, as long as the graph was compared with the file.
 
     Raises:
         BlockedError: a firewall blocks it.
@@ -168,11 +194,11 @@ def adopt_onnx(
     """
     with progress.track("adopt", 2) as bar:
         cases = cases_of(load_dataset(data, "calibration"), inputs)
-        adopted = adopt_apart(source.path, out, cases, inputs, settings.tolerance)
+        adopted = adopt_apart(source.path, out, cases, inputs, settings.tolerance, waivers)
         bar.advance()
-        findings = adopted.findings
+        findings = accepted(adopted.findings, waivers, compared=(out / io.MODEL).exists())
         if not blocking(findings):
-            findings += tuple(check_operators(out, backends))
+            findings += tuple(waive(check_operators(out, backends), waivers))
         bar.advance()
     if blocking(findings):
         raise BlockedError.of(findings, what=source.path.name, key="model.checkpoint")

@@ -6,7 +6,8 @@ An ONNX file is a program: its parser, shape inference and the run itself happen
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -29,12 +30,14 @@ from enginesmith.tasks.errors import EnginesmithError
 from enginesmith.tasks.firewalls.dims import symbolic_shape
 from enginesmith.tasks.firewalls.experiment import Case
 from enginesmith.tasks.firewalls.findings import Finding, blocking
+from enginesmith.tasks.firewalls.graph_rules import graph_findings
 from enginesmith.tasks.firewalls.samples import load_cases, save_cases
 from enginesmith.tasks.firewalls.shape import Agreement, check_inputs, compare, name_output_dims
+from enginesmith.tasks.firewalls.waivers import waive
 from enginesmith.tasks.graph import io
 from enginesmith.tasks.graph.names import UniqueNodeNames
 from enginesmith.tasks.runner import OnnxRunner
-from enginesmith.tasks.settings import InputSettings
+from enginesmith.tasks.settings import InputSettings, WaiverSettings
 
 KEY = "model.checkpoint"
 TARGET_OPSET = 18
@@ -52,16 +55,23 @@ class Adopted(BaseModel):
         opset_before: the file's own.
         errors: for each output its largest difference from the file as it came, relative to its range.
         cases: what was compared, in words.
+        seconds: what comparing took.
     """
 
     findings: tuple[Finding, ...]
     opset_before: int
     errors: dict[str, float] = {}
     cases: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 def adopt_apart(
-    source: Path, out: Path, cases: Iterable[Case], inputs: Mapping[str, InputSettings], tolerance: float
+    source: Path,
+    out: Path,
+    cases: Iterable[Case],
+    inputs: Mapping[str, InputSettings],
+    tolerance: float,
+    waivers: Sequence[WaiverSettings] = (),
 ) -> Adopted:
     """Run `adopt_file` in a child process.
 
@@ -81,6 +91,7 @@ def adopt_apart(
                 cases=scratch,
                 inputs={name: declared.model_dump(mode="json") for name, declared in inputs.items()},
                 tolerance=tolerance,
+                waivers=[waiver.model_dump(mode="json") for waiver in waivers],
             )
         except ChildError as error:
             raise EnginesmithError(
@@ -93,7 +104,9 @@ def adopt_apart(
     return Adopted.model_validate(answer)
 
 
-def adopt_file(source: str, out: str, cases: str, inputs: dict[str, Any], tolerance: float) -> dict[str, Any]:
+def adopt_file(
+    source: str, out: str, cases: str, inputs: dict[str, Any], tolerance: float, waivers: Sequence[Any] = ()
+) -> dict[str, Any]:
     """Read, check, convert and rewrite one file; JSON in and out, for `child.call`.
 
     1. External data must lie in the file's own folder.
@@ -112,6 +125,7 @@ def adopt_file(source: str, out: str, cases: str, inputs: dict[str, Any], tolera
         cases: folder written by `save_cases`.
         inputs: declared inputs, as JSON.
         tolerance: for the comparison, relative to each output's range.
+        waivers: accepted findings, as JSON; a difference that one covers does not stop the adoption.
 
     Returns:
         `Adopted` as JSON.
@@ -133,10 +147,13 @@ def adopt_file(source: str, out: str, cases: str, inputs: dict[str, Any], tolera
     findings += check_inputs(model, declared)
     if blocking(findings):
         return _answer(findings, opset)
+    findings += graph_findings(model, declared)
+    started = time.monotonic()
     agreement = compare(before.run, OnnxRunner(model).run, load_cases(Path(cases)), tolerance=tolerance, name=_NAME)
+    seconds = time.monotonic() - started
     findings += agreement.findings
-    if blocking(findings):
-        return _answer(findings, opset)
+    if blocking(waive(findings, [WaiverSettings.model_validate(waiver) for waiver in waivers])):
+        return _answer(findings, opset, agreement, seconds)
     if opset < TARGET_OPSET:
         converted, problem = _converted(model, before, Path(cases))
         if converted is not None:
@@ -153,16 +170,18 @@ def adopt_file(source: str, out: str, cases: str, inputs: dict[str, Any], tolera
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
     name_output_dims(model, agreement.shapes)
     io.save(model, Path(out))
-    return _answer(findings, opset, agreement)
+    return _answer(findings, opset, agreement, seconds)
 
 
 _NAME = "the file as it came"
 
 
-def _answer(findings: list[Finding], opset: int, agreement: Agreement | None = None) -> dict[str, Any]:
+def _answer(
+    findings: list[Finding], opset: int, agreement: Agreement | None = None, seconds: float = 0.0
+) -> dict[str, Any]:
     adopted = Adopted(findings=tuple(findings), opset_before=opset)
     if agreement is not None:
-        adopted = adopted.model_copy(update={"errors": agreement.errors, "cases": agreement.cases})
+        adopted = adopted.model_copy(update={"errors": agreement.errors, "cases": agreement.cases, "seconds": seconds})
     return adopted.model_dump(mode="json")
 
 

@@ -36,7 +36,9 @@ class Finding(BaseModel):
         node: name of the ONNX node; empty if it is not about one.
         module: dotted path of the module below the model (``features.0.1``).
         backend: the backend that it is about; empty when it is about all of them.
+        versions: the backend's releases that it is about (``8.6``); empty when it is about all.
         hint: what to do.
+        waived: the reason of the waiver that covers it: it is shown, does not fail and does not block. Empty otherwise.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -51,7 +53,9 @@ class Finding(BaseModel):
     node: str = ""
     module: str = ""
     backend: str = ""
+    versions: tuple[str, ...] = ()
     hint: str = ""
+    waived: str = ""
 
     @field_validator("measured")
     @classmethod
@@ -73,7 +77,8 @@ class Finding(BaseModel):
         return ", ".join(part for part in parts if part)
 
     def __str__(self) -> str:
-        head = f"{self.severity} {self.rule}" + (f" [{self.backend}]" if self.backend else "")
+        head = f"{'waived ' if self.waived else ''}{self.severity} {self.rule}"
+        head += f" [{self.backend}]" if self.backend else ""
         place = f" {self.where}:" if self.where else ":"
         return f"{head}{place} {self.message}"
 
@@ -112,16 +117,23 @@ class BlockedError(EnginesmithError):
 
 def blocking(findings: Iterable[Finding]) -> list[Finding]:
     """Those that stop the export for every target."""
-    return [f for f in findings if f.severity == "error" and not f.backend]
+    return [f for f in findings if f.severity == "error" and not f.backend and not f.waived]
 
 
 def refused_backends(findings: Iterable[Finding]) -> dict[str, list[Finding]]:
     """The blocking findings of single backends, by backend: these targets cannot be built."""
     refused: dict[str, list[Finding]] = {}
     for finding in findings:
-        if finding.severity == "error" and finding.backend:
+        if finding.severity == "error" and finding.backend and not finding.waived:
             refused.setdefault(finding.backend, []).append(finding)
     return refused
+
+
+def failing(findings: Iterable[Finding], fail_on: Severity | Literal["never"]) -> list[Finding]:
+    """Those at or above a severity that no waiver covers, single backends' included."""
+    if fail_on == "never":
+        return []
+    return [f for f in findings if _ORDER[f.severity] <= _ORDER[fail_on] and not f.waived]
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import importlib.util
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import yaml
 
 from enginesmith.tasks.data import Dataset
 from enginesmith.tasks.errors import EnginesmithError
@@ -20,7 +22,8 @@ from enginesmith.tasks.firewalls.operators import check_operators
 from enginesmith.tasks.firewalls.rules import INDEX, catalogue, find_rule, index_table, parse_page
 from enginesmith.tasks.firewalls.samples import cases_of, save_cases
 from enginesmith.tasks.firewalls.source import check_source
-from enginesmith.tasks.settings import ExportSettings, InputSettings
+from enginesmith.tasks.firewalls.waivers import check_waivers
+from enginesmith.tasks.settings import ExportSettings, InputSettings, LintSettings
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "docs" / "rules"
@@ -100,6 +103,19 @@ def by_graph(module, folder) -> list[Finding]:
     if (folder / "out" / "model.onnx").exists():
         found += check_operators(folder / "out", getattr(module, "TARGETS", ()))
     return found
+
+
+def test_settings_examples_are_judged_as_their_pages_say():
+    for rule in [r for r in RULES if r.judge == "settings"]:
+        found, fine = (by_settings(text) for text in (rule.bad, rule.good))
+        assert {f.rule for f in found} == {rule.id}
+        assert fine == []
+
+
+def by_settings(markdown) -> list[Finding]:
+    (text,) = re.findall(r"```yaml\n(.*?)```", markdown, flags=re.DOTALL)
+    settings = LintSettings.model_validate(yaml.safe_load(text)["lint"])
+    return check_waivers(settings.waivers, [], datetime.date(2026, 1, 1), lambda key: ("pipeline.yaml", 3))
 
 
 _RUN = {"source": by_source, "export": by_export, "graph": by_graph}
