@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from enginesmith.tasks.export.clean import clean
 from enginesmith.tasks.export.exporters import Diagnosis, Exported, ExportFailedError, Traced, export_module
 from enginesmith.tasks.firewalls.dims import declared_dims
 from enginesmith.tasks.firewalls.findings import Finding, blocking, in_order, readable_path
+from enginesmith.tasks.firewalls.graph_rules import graph_findings
 from enginesmith.tasks.firewalls.operators import check_operators
 from enginesmith.tasks.firewalls.samples import cases_of, example_sizes, feed_of
 from enginesmith.tasks.firewalls.shape import check_inputs, compare, name_output_dims
@@ -41,12 +43,14 @@ class Judgement:
         exported: None when no exporter could.
         errors: for each output the largest error relative to its range.
         cases: what was compared, in words.
+        seconds: what comparing took.
     """
 
     findings: tuple[Finding, ...]
     exported: Exported | None = None
     errors: Mapping[str, float] = field(default_factory=dict)
     cases: tuple[str, ...] = ()
+    seconds: float = 0.0
 
     @property
     def blocked(self) -> bool:
@@ -179,6 +183,7 @@ def _judge(
     except EnginesmithError as error:
         findings.append(_broken(f"ONNX Runtime does not load it: {'; '.join(error.details[:2])}", "operators/refused"))
         return Judgement(tuple(in_order(findings)), exported)
+    started = time.monotonic()
     agreement = compare(
         eager(module, binding),
         runner.run,
@@ -186,12 +191,17 @@ def _judge(
         tolerance=settings.tolerance,
         roots=roots,
     )
+    seconds = time.monotonic() - started
     if exported.exporter == "legacy":
         name_output_dims(model, agreement.shapes)
         io.save(model, folder)
     findings += [_with_constraints(f, exported.constraints) for f in agreement.findings]
     findings += check_operators(folder, backends)
-    return Judgement(tuple(in_order(findings)), exported, agreement.errors, agreement.cases)
+    seen = {f.rule for f in findings}
+    if not blocking(findings):  # what torch said of the sizes is not said twice
+        again = {"shape/size-refused"} if "shape/constrained-dim" in seen else set()
+        findings += [f for f in graph_findings(model, inputs) if f.rule not in again]
+    return Judgement(tuple(in_order(findings)), exported, agreement.errors, agreement.cases, seconds)
 
 
 def eager(module: nn.Module, binding: Binding) -> Any:

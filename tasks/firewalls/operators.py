@@ -13,7 +13,10 @@ import onnx_ir as ir
 from enginesmith.tasks import child
 from enginesmith.tasks.child import ChildError, Limits
 from enginesmith.tasks.firewalls.findings import Finding
+from enginesmith.tasks.firewalls.integers import check_integers
 from enginesmith.tasks.firewalls.origin import module_of, source_of
+from enginesmith.tasks.firewalls.subgraphs import check_subgraphs
+from enginesmith.tasks.firewalls.support import check_support
 from enginesmith.tasks.graph import io
 
 PARSERS = {"tensorrt_rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
@@ -26,7 +29,7 @@ def check_operators(folder: Path, backends: Iterable[str]) -> list[Finding]:
     """What each backend's own parser says of `model.onnx` in a folder.
 
     `operators/refused` blocks the backend, not the export: a node that the parser cannot take. `operators/not-judged`
-    warns that a backend's runtime is not installed here, or that its parser gave no verdict.
+    says that a backend's runtime is not installed here; for tensorrt `check_tables` is asked instead.
     """
     findings: list[Finding] = []
     model: ir.Model | None = None
@@ -41,6 +44,8 @@ def check_operators(folder: Path, backends: Iterable[str]) -> list[Finding]:
                     backend=backend,
                 )
             )
+            if backend == "tensorrt":
+                findings += check_tables(io.load(folder))
             continue
         try:
             refused = child.call(
@@ -65,6 +70,12 @@ def check_operators(folder: Path, backends: Iterable[str]) -> list[Finding]:
             model = io.load(folder)
         findings += [_refused(entry, backend, model) for entry in refused]
     return findings
+
+
+def check_tables(model: ir.Model) -> list[Finding]:
+    """What is known of a graph where TensorRT's parser cannot be asked: operators, subgraphs, INT64 constants."""
+    integers = [f for f in check_integers(model) if f.backend == "tensorrt"]
+    return [*check_support(model), *check_subgraphs(model, ("tensorrt",)), *integers]
 
 
 def _refused(entry: dict[str, Any], backend: str, model: ir.Model | None) -> Finding:
