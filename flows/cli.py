@@ -142,24 +142,94 @@ def status(folder: Path, as_json: bool, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@cli.command()
-@_pipeline
-@_json
-def lint(pipeline: Path, as_json: bool) -> None:
-    """Show what the firewalls find in PIPELINE's source and exported graph; exit code 1 when something blocks."""
-    from enginesmith.flows.lint import lint_pipeline
+_LINT_HELP = """Show what the firewalls find in each TARGET.
 
-    findings = lint_pipeline(pipeline)
-    if as_json:
-        click.echo(json.dumps([finding.model_dump(mode="json") for finding in findings]))
+    \b
+    TARGET is
+      pipeline.yaml          source, graph and experiment, prepared as in a compile
+      model.onnx             the graph alone: no pipeline and no source needed
+      file.py[:Class]        the source alone, without weights
+      module:factory         the same, of an importable module
+
+    \b
+    Exit code
+      0  nothing at or above --fail-on
+      1  findings at or above --fail-on
+      2  a target could not be judged: a bad file, no module, no forward, a factory that raises, wrong settings
+    """
+
+
+@cli.command(help=_LINT_HELP)
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "sarif"]),
+    default="text",
+    show_default=True,
+    help="For people, for programs, for code scanning.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file instead.")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["error", "warning", "advice", "never"]),
+    help="What makes the exit code 1; else lint.fail_on of pipeline.yaml, else error.",
+)
+@click.option("--rule", "rules", multiple=True, metavar="GLOB", help="Only these rules, as in 'shape/*'.")
+@click.option("--ignore", "ignored", multiple=True, metavar="GLOB", help="Not these rules.")
+@click.option(
+    "--target",
+    "backends",
+    multiple=True,
+    metavar="BACKEND[:VERSION]",
+    help="Judge for these backends, as in tensorrt:10; else the pipeline's own targets, of other files all.",
+)
+def lint(
+    targets: tuple[str, ...],
+    form: str,
+    as_json: bool,
+    output: Path | None,
+    fail_on: Any,
+    rules: tuple[str, ...],
+    ignored: tuple[str, ...],
+    backends: tuple[str, ...],
+) -> None:
+    """Show what the firewalls find in each of `targets`."""
+    from enginesmith.flows.lint import lint_target, wish
+    from enginesmith.flows.show import write_report
+    from enginesmith.tasks.errors import EnginesmithError
+    from enginesmith.tasks.firewalls.report import exit_code
+
+    try:
+        asked = wish(rules, ignored, backends, fail_on)
+        linted = [lint_target(target, asked) for target in targets]
+        write_report(linted, "json" if as_json else form, output)
+    except EnginesmithError as error:
+        if type(error) is not EnginesmithError:
+            raise
+        place = ", ".join(part for part in (error.where, error.key) if part)
+        said = f"{place}: {error.found}" if place else error.found
+        click.secho(f"error: {said}{f' ({error.hint})' if error.hint else ''}", fg="red", err=True)
+        raise click.exceptions.Exit(2) from None
+    for one in linted:
+        if one.problem:
+            click.secho(f"error: {one.problem.line}", fg="red", err=True)
+    raise click.exceptions.Exit(exit_code(linted))
+
+
+@cli.command()
+@click.argument("rule", required=False)
+@click.option("--list", "listing", is_flag=True, help="All rules, one a line.")
+def explain(rule: str | None, listing: bool) -> None:
+    """Explain RULE: what it finds, what happens if it is ignored, what to do, a bad and a good example."""
+    from enginesmith.flows.show import show_rule, show_rules
+    from enginesmith.tasks.firewalls.rules import find_rule
+
+    if listing or rule is None:
+        show_rules()
     else:
-        for finding in findings:
-            click.echo(str(finding))
-            if finding.hint:
-                click.echo(f"  {finding.hint}")
-        click.echo(f"{len(findings)} findings" if findings else "nothing found")
-    if any(finding.severity == "error" for finding in findings):
-        raise click.exceptions.Exit(1)
+        show_rule(find_rule(rule))
 
 
 @cli.command()
