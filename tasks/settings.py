@@ -140,6 +140,7 @@ class DataSettings(Settings):
     calibration: str | None = None
     evaluation: str | None = None
     search: str | None = None
+    reference: str | None = None
     files: tuple[str, ...] = ()
     metric: MetricSettings = MetricSettings()
     seed: int = Field(0, ge=0)
@@ -234,6 +235,7 @@ class TargetSettings(Settings):
     """A backend on a host."""
 
     backend: Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+    gpu: str = ""
     work_pool: str | None = None
     options: dict[str, JsonValue] = Field(default_factory=dict)
 

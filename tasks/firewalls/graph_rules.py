@@ -42,6 +42,6 @@ def graph_findings(
     findings = [*check_profiles(model, sizer, inputs), *check_integers(model), *check_numerics(model, sized, ranges)]
     if "tensorrt" in wanted:
         findings += [*check_support(model), *check_subgraphs(model, wanted)]
-    if gpu is not None:
+    if gpu is not None and not any(f.rule == "shape/size-refused" and f.severity == "error" for f in findings):
         findings += check_hardware(model, sized, gpu)
     return in_order(f for f in findings if not f.backend or f.backend in wanted)

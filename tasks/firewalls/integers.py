@@ -70,6 +70,7 @@ def _beyond(node: ir.Node, array: npt.NDArray[Any]) -> Iterator[Finding]:
                 message=f"{node.op_type} computes with {int(outside.flat[0])}, which INT32 cannot hold",
                 effect=f"TensorRT before 10 takes {int(np.clip(outside.flat[0], INT32.min, INT32.max))} instead",
                 backend="tensorrt",
+                versions=("8.6",),
                 hint="compute in smaller numbers, or build with TensorRT 10 or later",
             )
         )

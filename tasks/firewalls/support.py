@@ -104,6 +104,7 @@ def check_support(model: ir.Model) -> Iterator[Finding]:
                 message=f"TensorRT {', '.join(versions)} does not support {op}{reason}",
                 effect="no release in the tables builds this graph" if nowhere else "those releases do not build it",
                 backend="tensorrt",
+                versions=tuple(versions),
                 hint="rewrite it with operators that are supported"
                 + ("" if nowhere else f", or build with {next(v for v in VERSIONS[::-1] if v not in versions)}"),
             )
