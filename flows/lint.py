@@ -15,6 +15,7 @@ from enginesmith.flows.order import factory_of, make_plan, plain_call, run_stage
 from enginesmith.tasks.errors import EnginesmithError, Interrupted
 from enginesmith.tasks.firewalls.findings import Finding, in_order
 from enginesmith.tasks.firewalls.report import Experiment, FailOn, Linted, Problem
+from enginesmith.tasks.firewalls.rules import catalogue
 from enginesmith.tasks.firewalls.waivers import active, check_rules, check_waivers, known_pattern, waive
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class Wish:
     fail_on: FailOn | None = None
 
     def of(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-        """Those that are asked for, worst first."""
-        return tuple(in_order(made for f in findings if (made := self._one(f)) is not None))
+        """Those that are asked for, worst first, each with what happens if it is ignored."""
+        return tuple(in_order(_with_effect(made) for f in findings if (made := self._one(f)) is not None))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,6 +62,12 @@ class Wish:
         hit = tuple(v for v in finding.versions if v in asked)
         refuses = finding.rule == "operators/unsupported"
         return finding.model_copy(update={"severity": "error" if refuses else finding.severity}) if hit else None
+
+
+def _with_effect(finding: Finding) -> Finding:
+    """A finding that does not say what happens if it is ignored says what its rule's page says."""
+    rule = catalogue().get(finding.rule)
+    return finding if finding.effect or rule is None else finding.model_copy(update={"effect": rule.effect})
 
 
 def wish(

@@ -67,8 +67,18 @@ class Rule:
     @property
     def summary(self) -> str:
         """The first sentence of `what`, on one line."""
-        plain = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", self.what).split())
-        return re.split(r"(?<=[.:]) (?=[A-Z`])", plain, maxsplit=1)[0].rstrip(":")
+        return _first_sentence(self.what)
+
+    @property
+    def effect(self) -> str:
+        """The first sentence of `ignored`, on one line."""
+        return _first_sentence(self.ignored)
+
+
+def _first_sentence(markdown: str) -> str:
+    """Without links, on one line."""
+    plain = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown).split())
+    return re.split(r"(?<=[.:]) (?=[A-Z`])", plain, maxsplit=1)[0].rstrip(":")
 
 
 def parse_page(text: str, name: str) -> Rule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from enginesmith.tasks.firewalls.findings import Finding
 
 from .conftest import Project, run_enginesmith
 
+README = Path(__file__).parents[2] / "README.md"
 MODEL = """
 import torch
 from torch import nn
@@ -107,9 +109,34 @@ def test_wrong_wishes_are_said(arguments: list[str], words: list[str]) -> None:
 
 
 UNSUPPORTED = Finding(
-    rule="operators/unsupported", severity="warning", message="no Slice", backend="tensorrt", versions=("8.6",)
+    rule="operators/unsupported",
+    severity="warning",
+    message="no Slice",
+    effect="8.6 does not build it",
+    backend="tensorrt",
+    versions=("8.6",),
 )
-PLAIN = Finding(rule="shape/value", severity="error", message="differs")
+PLAIN = Finding(rule="shape/value", severity="error", message="differs", effect="wrong values")
+
+
+def test_effect_comes_from_the_page_where_the_finding_has_none() -> None:
+    (found,) = wish().of([PLAIN.model_copy(update={"effect": ""})])
+    assert found.effect == "The engine computes something else."
+
+
+def test_readme_shows_what_lint_says(tmp_path: Path) -> None:
+    """Rules, places and underlined lines; the words of messages may change."""
+    code, said = re.search(
+        r"```python\n# model.py\n(.*?)```.*?```text\n(.*?)```", README.read_text(), re.DOTALL
+    ).groups()
+    (tmp_path / "model.py").write_text(code)
+    done = run_enginesmith(["lint", "model.py"], tmp_path)
+
+    def skeleton(text: str) -> list[str]:
+        lines = [re.sub(r"\(.* s\)$", "", line).rstrip() for line in text.splitlines() if not line.startswith("  =")]
+        return [line.partition("] ")[0] for line in lines]
+
+    assert skeleton(said) == skeleton(done.stdout)
 
 
 def test_release_of_a_backend_decides_what_its_findings_mean() -> None:
