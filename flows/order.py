@@ -37,6 +37,7 @@ StageName = Literal[
     "export",
     "simplify",
     "reference",
+    "approximate",
     "probe",
     "fallback",
     "calibrate",
@@ -204,6 +205,7 @@ def run_stages(plan: Plan, call: Call) -> Compiled:
 
 
 def _steps(plan: Plan, step: Callable[..., Any]) -> None:
+    from enginesmith.tasks.approximate import APPROXIMATE
     from enginesmith.tasks.calibrate import CALIBRATE
     from enginesmith.tasks.data import DATA
     from enginesmith.tasks.export import ADOPT, EXPORT
@@ -238,6 +240,8 @@ def _steps(plan: Plan, step: Callable[..., Any]) -> None:
     judged = {"data": data, "reference": step(REFERENCE, model=model, data=data, metric=metric), "metric": metric}
 
     files = {"fp32": model}
+    if settings.precision.cheap_activations:  # what follows starts from the cheaper graph, held to the exact reference
+        model = step(APPROXIMATE, model=model, budget=budget, **judged)
     wanted = set(plan.variants)
     if wanted & {"fp16", "mixed", "int8-mixed"}:
         layers = step(PROBE, model=model, samples=fp16.samples, **judged)

@@ -227,6 +227,7 @@ class PrecisionSettings(Settings):
     """Which variants to make and how."""
 
     variants: tuple[VariantName, ...] = Field(VARIANTS, min_length=1)
+    cheap_activations: bool = False
     fp16: Fp16Settings = Fp16Settings()
     int8: Int8Settings = Int8Settings()
 
