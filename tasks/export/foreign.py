@@ -31,6 +31,7 @@ from enginesmith.tasks.firewalls.dims import symbolic_shape
 from enginesmith.tasks.firewalls.experiment import Case
 from enginesmith.tasks.firewalls.findings import Finding, blocking
 from enginesmith.tasks.firewalls.graph_rules import graph_findings
+from enginesmith.tasks.firewalls.observed import observe
 from enginesmith.tasks.firewalls.samples import load_cases, save_cases
 from enginesmith.tasks.firewalls.shape import Agreement, check_inputs, compare, name_output_dims
 from enginesmith.tasks.firewalls.waivers import waive
@@ -147,7 +148,8 @@ def adopt_file(
     findings += check_inputs(model, declared)
     if blocking(findings):
         return _answer(findings, opset)
-    findings += graph_findings(model, declared)
+    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    findings += graph_findings(model, declared, ranges=observe(model, load_cases(Path(cases))))
     started = time.monotonic()
     agreement = compare(before.run, OnnxRunner(model).run, load_cases(Path(cases)), tolerance=tolerance, name=_NAME)
     seconds = time.monotonic() - started

@@ -20,6 +20,7 @@ from enginesmith.tasks.export.exporters import Diagnosis, Exported, ExportFailed
 from enginesmith.tasks.firewalls.dims import declared_dims
 from enginesmith.tasks.firewalls.findings import Finding, blocking, in_order, readable_path
 from enginesmith.tasks.firewalls.graph_rules import graph_findings
+from enginesmith.tasks.firewalls.observed import observe
 from enginesmith.tasks.firewalls.operators import check_operators
 from enginesmith.tasks.firewalls.samples import cases_of, example_sizes, feed_of
 from enginesmith.tasks.firewalls.shape import check_inputs, compare, name_output_dims
@@ -199,8 +200,9 @@ def _judge(
     findings += check_operators(folder, backends)
     seen = {f.rule for f in findings}
     if not blocking(findings):  # what torch said of the sizes is not said twice
+        ranges = observe(model, cases_of(dataset, inputs))
         again = {"shape/size-refused"} if "shape/constrained-dim" in seen else set()
-        findings += [f for f in graph_findings(model, inputs) if f.rule not in again]
+        findings += [f for f in graph_findings(model, inputs, ranges=ranges) if f.rule not in again]
     return Judgement(tuple(in_order(findings)), exported, agreement.errors, agreement.cases, seconds)
 
 

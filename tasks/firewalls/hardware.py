@@ -12,6 +12,7 @@ from enginesmith.tasks.firewalls.findings import Finding
 from enginesmith.tasks.firewalls.gpus import Gpu
 from enginesmith.tasks.firewalls.origin import Place
 from enginesmith.tasks.firewalls.sized import Sized
+from enginesmith.tasks.graph.gelu import LARGEST_ERROR, find_gelus
 
 TILES = {"fp16": 8, "int8": 16}
 """Channels that a Tensor Core instruction takes at once. Source: NVIDIA, Deep Learning Performance Guide."""
@@ -37,6 +38,9 @@ def check_hardware(model: ir.Model, sized: Sized, gpu: Gpu) -> Iterator[Finding]
     3. `hardware/launch-bound`: more nodes than their work pays for: the whole graph's roofline time is below half of
        what launching each kernel takes.
 
+    4. `hardware/expensive-activation`: GELUs written out as several nodes, whose bytes take `SHARE` of the time or more
+       when the nodes run one by one; what x·sigmoid(1.702·x) would save, at which error. SiLU is of that form already.
+
     Only nodes that take `SHARE` of the graph's roofline time or more are named.
     """
     every = list(costs(model, sized))
@@ -45,6 +49,7 @@ def check_hardware(model: ir.Model, sized: Sized, gpu: Gpu) -> Iterator[Finding]
         return
     yield from _tiles(every, gpu, total)
     yield from _memory(every, gpu, total)
+    yield from _activations(model, every, gpu, total)
     kernels = sum(1 for c in every if c.node.op_type in MATRIX or c.flops)
     if kernels >= 20 and total < 0.5 * kernels * LAUNCH:
         yield Finding(
@@ -55,6 +60,29 @@ def check_hardware(model: ir.Model, sized: Sized, gpu: Gpu) -> Iterator[Finding]
             effect="at this size the host, not the GPU, decides the latency",
             hint="use larger batches or a CUDA graph; write chains of small operations as one operator",
         )
+
+
+def _activations(model: ir.Model, every: Sequence[Cost], gpu: Gpu, total: float) -> Iterator[Finding]:
+    gelus = [gelu for gelu in find_gelus(model) if gelu.nodes > 3]
+    by_name = {str(cost.node.name): cost for cost in every}
+    saved = 0.0
+    for gelu in gelus:
+        last = by_name.get(gelu.node)
+        if last is not None:  # every node of the chain reads and writes what its last one does
+            saved += (gelu.nodes - 3) * gpu.seconds(last.flops, last.bytes(_ITEM))
+    if not gelus or saved < SHARE * total:
+        return
+    first = by_name.get(gelus[0].node)
+    yield Place.of(first.node if first is not None else None).put(
+        Finding(
+            rule="hardware/expensive-activation",
+            severity="advice",
+            message=f"{len(gelus)} GELU(s) are written out as {gelus[0].nodes} nodes each; x·sigmoid(1.702·x) takes 3 "
+            f"and differs by at most {LARGEST_ERROR:.4f}",
+            effect=f"up to {saved * 1e6:.1f} of {total * 1e6:.1f} µs on {gpu.name} (roofline, FP16, unfused)",
+            hint="set precision.cheap_activations: true, which replaces what the metric does not notice",
+        )
+    )
 
 
 @dataclass(frozen=True)

@@ -135,13 +135,16 @@ def _is_square(node: ir.Node, constants: Mapping[str, np.ndarray]) -> bool:
     return False
 
 
-def _reaches_root(node: ir.Node, steps: int = 4) -> bool:
-    """Whether a root or a negative power follows within a few scaling nodes."""
+_SCALING = {"Add", "Mul", "Div", "Max", "Cast", "Sub", "Reshape", "Expand", "Squeeze", "Unsqueeze"}
+
+
+def _reaches_root(node: ir.Node, steps: int = 8) -> bool:
+    """Whether a root or a power follows within a few nodes that scale, shift or reshape."""
     following = [user for output in node.outputs for user, _ in output.uses()]
     for user in following:
         if user.op_type in ("Sqrt", "Rsqrt") or (user.op_type == "Pow" and user.inputs[0] in node.outputs):
             return True
-        if steps and user.op_type in ("Add", "Mul", "Div", "Max", "Cast", "Sub") and _reaches_root(user, steps - 1):
+        if steps and user.op_type in _SCALING and _reaches_root(user, steps - 1):
             return True
     return False
 

@@ -442,6 +442,17 @@ def test_depthwise_convolution_is_bound_by_memory_and_a_chain_of_small_nodes_by_
     assert rules(hardware(large, (16384, 4096))) == []
 
 
+def test_gelu_in_nine_nodes_is_advice_on_a_real_model():
+    given = io.load(package_file("magika", "models/standard_v3_3/model.onnx"))
+    inputs = {
+        "bytes": InputSettings(shape=("batch", 2048), dtype="int32", dims={"batch": DimSettings(min=1, opt=64, max=64)})
+    }
+    found = {f.rule: f for f in graph_findings(given, inputs, gpu=GPUS["l4"])}
+    assert "2 GELU(s) are written out as 9 nodes each" in found["hardware/expensive-activation"].message
+    assert "0.0203" in found["hardware/expensive-activation"].message
+    assert "2 normalisation(s)" in found["numerics/layernorm-by-hand"].message
+
+
 def test_gpu_is_found_by_how_people_write_it():
     assert find_gpu("NVIDIA H200").fp16 == 989
     assert find_gpu("RTX 4090").bandwidth == 1008
