@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from enginesmith.tasks.slim.tensors import FLOATS, Array, Tensor
+from enginesmith.tasks.slim.tensors import Array, Tensor
 
 # Per type: unsigned integer of the same width, and as bit patterns without the sign: infinity, the smallest value that
 # rounds to infinity in FP16 (65520, half-way to the next power's step), the smallest normal FP16 (2**-14), the smallest
@@ -17,6 +17,8 @@ _BITS: dict[str, tuple[type[np.unsignedinteger], int, int, int, int]] = {
     "F16": (np.uint16, 0x7C00, 0x7C00, 0x0400, 0x0400),
     "BF16": (np.uint16, 0x7F80, 0x4780, 0x3880, 0x0080),
     "F32": (np.uint32, 0x7F800000, 0x477FF000, 0x38800000, 0x00800000),
+    "F8_E5M2": (np.uint8, 0x7C, 0x7C, 0x04, 0x04),
+    "F8_E4M3": (np.uint8, 0x7F, 0x7F, 0x00, 0x08),  # no infinity, one NaN, and all of it within FP16's normal numbers
     "F64": (np.uint64, 0x7FF << 52, 0x40EFFE00 << 32, (1023 - 14) << 52, 1 << 52),
 }
 
@@ -45,7 +47,9 @@ class Counts:
             block: one-dimensional.
             scratch: memory to work in, uint8, at least as many bytes as the block.
         """
-        if dtype not in FLOATS:
+        if dtype == "C64":
+            dtype, block = "F32", block.view(np.float32)
+        if dtype not in _BITS:
             return
         unsigned, infinity, beyond, tiny, normal = _BITS[dtype]
         bits = scratch[: block.nbytes].view(unsigned)
@@ -56,10 +60,10 @@ class Counts:
             self.beyond_fp16 += int(np.count_nonzero(bits >= unsigned(beyond))) - nonfinite
         np.subtract(bits, unsigned(1), out=bits)  # zero becomes the largest number
         smallest = bits.min()
-        if smallest < unsigned(tiny - 1):
+        if tiny and smallest < unsigned(tiny - 1):
             self.tiny_fp16 += int(np.count_nonzero(bits < unsigned(tiny - 1)))
-            if smallest < unsigned(normal - 1):
-                self.subnormal += int(np.count_nonzero(bits < unsigned(normal - 1)))
+        if smallest < unsigned(normal - 1):
+            self.subnormal += int(np.count_nonzero(bits < unsigned(normal - 1)))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """Turns a pickle into plain values and inert records of what it would have built, without building any of it.
 
-The opcodes (parsed by the standard library's pickletools) are followed on a stack of our own. Nothing is imported and
+The opcodes (of the standard library's pickletools) are followed on a stack of our own. Nothing is imported and
 nothing is called: a class or function stays its name, a call stays a `Record` of the name and the arguments. Only the
 following become values: numbers, strings, bytes, containers, and tensors, through a function that the caller gives.
 
 This is stricter than `torch.load(weights_only=True)`, which calls the functions on its list, and it reads more: an
 object in a part of the checkpoint that nobody needs does no harm. Calls of functions that no checkpoint needs are
 refused by name all the same (see `is_harmless`), because a file that asks for them was not made by a training run.
+
+Time and memory are bounded by one budget of steps; what takes more memory costs more of them. Long texts and bytes stay
+in the file, and what could be made to collide in a hash table is never a key.
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from enginesmith.tasks.slim.tensors import Malformed, MappedFile
 
-MAX_STEPS = 4_000_000  # about three seconds and at most some 300 MB; a checkpoint with 90 000 tensors needs 3 million
+MAX_STEPS = 3_000_000  # under a second and at most some 300 MB; a checkpoint with 80 000 tensors needs as many
 
 _LINE_BYTES = 1 << 16
+_TEXT_BYTES = 1 << 16  # longer ones are values that no weight's name or description has
+_LONG_BYTES = 1 << 10
+_OBJECT_COST = 5  # an empty record or set takes as much memory as so many of the cheapest things on the stack
+_TEXT_COST = 64  # bytes per step
+_PLAIN_INT = 1 << 60  # beyond it, different numbers can have one hash
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,15 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Blob:
+    """A text or bytes too long to be part of a description; it stays in the file."""
+
+    start: int
+    size: int
+
+
+@dataclass(eq=False, slots=True)
 class Record:
     """An object that the pickle would have built.
 
@@ -113,6 +129,7 @@ def read_pickle(
     *,
     load: Callable[[Any], Any],
     call: Callable[[Global, tuple[Any, ...]], Any],
+    max_steps: int = MAX_STEPS,
 ) -> Unpickled:
     """Read the pickle that starts at one position of a file.
 
@@ -122,6 +139,7 @@ def read_pickle(
         end: the pickle lies before this position.
         load: turns a persistent id (torch: a storage) into a value.
         call: turns a call into a value, or returns NotImplemented, so that it stays a record.
+        max_steps: how much work it may make.
 
     Raises:
         Malformed: no valid pickle, or one of absurd length.
@@ -129,12 +147,9 @@ def read_pickle(
     window = _Window(file, start, end)
     machine = _Machine(load, call)
     try:
-        for steps, (opcode, argument, _) in enumerate(pickletools.genops(cast("IO[bytes]", window))):
-            if steps + machine.copied > MAX_STEPS:
-                raise Malformed(f"its pickle takes more than {MAX_STEPS} steps")
-            machine.step(opcode.name, argument)
+        machine.run(window, max_steps)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise Malformed(f"its pickle is broken near byte {window.tell()}: {error}") from error
+        raise Malformed(f"its pickle is broken near byte {window.tell()}: {_short(error)}") from error
     foreign = tuple(sorted(str(g) for g in machine.foreign))
     return Unpickled(machine.result, start + window.tell(), foreign, tuple(sorted(str(g) for g in machine.forbidden)))
 
@@ -149,7 +164,7 @@ class _Window:
         self.position = start
 
     def read(self, size: int) -> bytes:
-        stop = min(self.position + size, self.end)
+        stop = min(self.position + max(size, 0), self.end)
         data = self.file.map[self.position : stop]
         self.position = stop
         return data
@@ -174,15 +189,34 @@ class _Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.result: Any = None
-        self.copied = 0
+        self.cost = 0
+        self.stopped = False
         self.foreign: set[Global] = set()
         self.forbidden: set[Global] = set()
 
-    def step(self, name: str, argument: Any) -> None:
-        handler = _HANDLERS.get(name)
-        if handler is None:
-            raise Malformed(f"its pickle uses {name}, which no checkpoint needs")
-        handler(self, argument)
+    def run(self, window: _Window, max_steps: int) -> None:
+        """Follow the opcodes up to STOP. One loop, because a million of them must not take a second."""
+        data, end, position, steps = window.file.map, window.end, window.position, 0
+        while not self.stopped:
+            if position >= end:
+                raise ValueError("it ends before its last instruction")
+            code = data[position]
+            position += 1
+            steps += 1
+            if steps + self.cost > max_steps:
+                window.position = position
+                raise Malformed(f"its pickle takes more than {max_steps} steps")
+            handler, reader = _TABLE[code]
+            if reader is None:
+                handler(self, code)
+            else:
+                window.position = position
+                argument = reader(window)
+                position = window.position
+                if type(argument) in _TEXTS:
+                    self.cost += len(argument) // _TEXT_COST
+                handler(self, argument)
+        window.position = position
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -225,8 +259,9 @@ class _Machine:
         if known in ("copyreg._reconstructor", "copy_reg._reconstructor") and args:
             return self.create(args[0], args[1:])
         if known in _COLLECTIONS and len(args) == 1 and isinstance(args[0], list | tuple):
-            self.copied += len(args[0])
+            self.cost += len(args[0])
             return _COLLECTIONS[known](args[0])
+        self.cost += _OBJECT_COST
         value = self.call(function, args)
         return Record(function, args, called=True) if value is NotImplemented else value
 
@@ -235,13 +270,14 @@ class _Machine:
             raise Malformed(f"its pickle builds an object of {_kind(kind)}, which is no class")
         if not is_harmless(kind):
             self.foreign.add(kind)
+        self.cost += _OBJECT_COST
         return Record(kind, args, called=False)
 
     def _dict(self, args: tuple[Any, ...]) -> dict[Any, Any]:
         if not args:
             return {}
         pairs = list(args[0].items()) if isinstance(args[0], dict) else args[0]
-        self.copied += len(pairs)
+        self.cost += len(pairs)
         return {_key(key): value for key, value in pairs}
 
     def set_entries(self, target: Any, items: list[Any]) -> None:
@@ -267,8 +303,12 @@ class _Machine:
 
 
 def _key(value: Any) -> Any:
-    """A key that can be hashed whatever the pickle says: a deeply nested tuple would overflow the C stack."""
-    plain = value is None or isinstance(value, str | bytes | int | float | complex | Global | Record)
+    """A key that can be hashed whatever the pickle says.
+
+    A deeply nested tuple would overflow the C stack; of integers and complex numbers any number can have the same hash.
+    """
+    plain = value is None or isinstance(value, str | bytes | float | Global | Record)
+    plain = plain or (isinstance(value, int) and -_PLAIN_INT < value < _PLAIN_INT)
     return value if plain else Record(Global("builtins", type(value).__name__), (value,), called=False)
 
 
@@ -372,6 +412,8 @@ def _memoize(machine: _Machine, _: Any) -> None:
 
 
 def _put(machine: _Machine, argument: Any) -> None:
+    if not 0 <= argument < 1 << 32:
+        raise ValueError(f"memo entry {_short(argument)}")
     machine.memo[argument] = machine.top()
 
 
@@ -385,10 +427,16 @@ def _pop_mark(machine: _Machine, _: Any) -> None:
 
 def _stop(machine: _Machine, _: Any) -> None:
     machine.result = machine.pop()
+    machine.stopped = True
 
 
 def _pushing(make: Callable[[], Any]) -> Callable[[_Machine, Any], None]:
     return lambda machine, _: machine.push(make())
+
+
+def _empty_set(machine: _Machine, _: Any) -> None:
+    machine.cost += _OBJECT_COST
+    machine.push(set())
 
 
 def _literal(machine: _Machine, argument: Any) -> None:
@@ -438,7 +486,7 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
     "NEWFALSE": _pushing(lambda: False),
     "EMPTY_LIST": _pushing(list),
     "EMPTY_DICT": _pushing(dict),
-    "EMPTY_SET": _pushing(set),
+    "EMPTY_SET": _empty_set,
     "EMPTY_TUPLE": _pushing(tuple),
     "LIST": lambda machine, _: machine.push(machine.pop_to_mark()),
     "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_to_mark())),
@@ -470,6 +518,102 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
     "PERSID": _persid,
     "BINPERSID": _persid,
 }
+
+
+def _length_prefixed(width: int, make: Callable[[bytes], Any]) -> Callable[[_Window], Any]:
+    """Reads a text or bytes behind its length of `width` bytes; a long one is not copied."""
+
+    def reader(window: _Window) -> Any:
+        size = int.from_bytes(window.read(width), "little")
+        start = window.position
+        if start + size > window.end:
+            raise ValueError(f"a text of {size} bytes")
+        if size > _TEXT_BYTES:
+            window.position += size
+            return Blob(start, size)
+        return make(window.read(size))
+
+    return reader
+
+
+def _number(width: int) -> Callable[[_Window], Any]:
+    return lambda window: int.from_bytes(_exactly(window, width), "little")
+
+
+def _long(width: int) -> Callable[[_Window], Any]:
+    def reader(window: _Window) -> int:
+        size = int.from_bytes(_exactly(window, width), "little")
+        if size > _LONG_BYTES:
+            raise ValueError(f"a number of {size} bytes")
+        return int.from_bytes(_exactly(window, size), "little", signed=True)
+
+    return reader
+
+
+def _exactly(window: _Window, size: int) -> bytes:
+    data = window.read(size)
+    if len(data) < size:
+        raise ValueError("it ends within a number")
+    return data
+
+
+def _utf8(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _latin1(data: bytes) -> str:
+    return data.decode("latin-1")
+
+
+# Readers of arguments that are quicker than pickletools' own, or that do not copy whatever length the file claims.
+_READERS: dict[str, Callable[[_Window], Any]] = {
+    **{name: _number(1) for name in ("BININT1", "BINPUT", "BINGET", "PROTO")},
+    **{name: _number(2) for name in ("BININT2",)},
+    **{name: _number(4) for name in ("LONG_BINPUT", "LONG_BINGET")},
+    "LONG1": _long(1),
+    "LONG4": _long(4),
+    "SHORT_BINUNICODE": _length_prefixed(1, _utf8),
+    "BINUNICODE": _length_prefixed(4, _utf8),
+    "BINUNICODE8": _length_prefixed(8, _utf8),
+    "SHORT_BINSTRING": _length_prefixed(1, _latin1),
+    "BINSTRING": _length_prefixed(4, _latin1),
+    "SHORT_BINBYTES": _length_prefixed(1, bytes),
+    "BINBYTES": _length_prefixed(4, bytes),
+    "BINBYTES8": _length_prefixed(8, bytes),
+    "BYTEARRAY8": _length_prefixed(8, bytes),
+}
+_TEXTS = (str, bytes)
+
+
+def _refuse(_: _Machine, argument: Any) -> None:
+    code = argument if isinstance(argument, int) else 0
+    raise Malformed(f"its pickle holds instruction {code:#x}, which no checkpoint needs")
+
+
+def _entry(code: int) -> tuple[Callable[[_Machine, Any], None], Callable[[_Window], Any] | None]:
+    """The handler of an opcode and the reader of its argument, None without argument."""
+    opcode = _OPCODES.get(code)
+    if opcode is None or opcode.name not in _HANDLERS:
+        return _refuse, None
+    if opcode.arg is None:
+        # PERSID's handler tells the two kinds of persistent id apart by their argument.
+        handler = _HANDLERS[opcode.name]
+        return (lambda machine, _: handler(machine, None)) if opcode.name == "BINPERSID" else handler, None
+    own = _READERS.get(opcode.name)
+    return _HANDLERS[opcode.name], own or cast("Callable[[_Window], Any]", opcode.arg.reader)
+
+
+_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
+_TABLE = [_entry(code) for code in range(256)]
+
+
+def _short(value: object) -> str:
+    """A value's text, cut; a number may have a million digits."""
+    try:
+        text = str(value)
+    except ValueError:
+        return "an enormous number"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def parts_of(value: Any) -> Collection[Any]:

@@ -234,7 +234,7 @@ def _dropped(left: Iterable[Left]) -> Iterable[DroppedReport]:
 def _numerics(written: list[Written], choice: Choice) -> Iterable[NumericsReport]:
     for w in written:
         counts, numel = w.counts, max(1, _numel(choice.tensors[w.name]))
-        if counts.nonfinite or counts.beyond_fp16 or counts.tiny_fp16:
+        if counts.nonfinite or counts.beyond_fp16 or counts.tiny_fp16 or counts.subnormal:
             yield NumericsReport(
                 name=w.name,
                 nonfinite=counts.nonfinite,

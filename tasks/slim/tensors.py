@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
+_MAX_AXES = 64  # PyTorch's own limit
+_ABSURD = 1 << 62
+
 BLOCK_BYTES = 1 << 20  # stays in the CPU's second-level cache while it is digested, examined and written
 
 # safetensors' names (https://github.com/huggingface/safetensors, `Dtype`) and the numpy type that holds the same bits.
@@ -105,11 +108,10 @@ class Tensor:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        numbers = (*self.shape, *self.strides, self.offset)
-        if not all(type(n) is int and n >= 0 for n in numbers) or len(self.shape) != len(self.strides):
-            raise Malformed(f"a tensor of shape {self.shape}, strides {self.strides}, offset {self.offset}")
-        if len(self.shape) > 64:
-            raise Malformed(f"a tensor with {len(self.shape)} axes")
+        check_shape(self.shape)
+        numbers = (*self.strides, self.offset)
+        if not all(type(n) is int and 0 <= n < _ABSURD for n in numbers) or len(self.shape) != len(self.strides):
+            raise Malformed(f"a tensor of shape {self.shape} with an impossible stride or offset")
         if self.numel:
             last = self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
             if (last + 1) * self.itemsize > self.storage.size:
@@ -154,7 +156,7 @@ class Tensor:
     def blocks(self) -> Iterator[Array]:
         """All elements in row-major order, as one-dimensional arrays of at most about BLOCK_BYTES; pages are released.
 
-        A tensor that is not contiguous comes in blocks of whole rows, so a block may be as large as one row.
+        A tensor that is not contiguous comes in blocks of whole rows of some axis, each a copy.
         """
         if not self.numel:
             return
@@ -166,12 +168,8 @@ class Tensor:
                 yield np.frombuffer(self.storage.file.map, DTYPES[self.dtype], size // self.itemsize, start + position)
                 self.storage.file.release(start + position, size)
             return
-        array = self._view(start)
-        axis = next(i for i, size in enumerate(self.shape) if size != 1)
-        array = array.reshape(self.shape[axis:])
-        rows = max(1, BLOCK_BYTES // (self.nbytes // self.shape[axis]))
-        for row in range(0, self.shape[axis], rows):
-            yield np.ascontiguousarray(array[row : row + rows]).reshape(-1)
+        for part in _parts(self._view(start)):
+            yield np.ascontiguousarray(part).reshape(-1)
         self.storage.file.release(self.storage.start, self.storage.size)
 
     def _view(self, start: int) -> Array:
@@ -181,6 +179,39 @@ class Tensor:
         return np.lib.stride_tricks.as_strided(flat, self.shape, strides, writeable=False)
 
 
+def _parts(array: Array) -> Iterator[Array]:
+    """An array in row-major order, in slices of at most BLOCK_BYTES."""
+    if array.nbytes <= BLOCK_BYTES:
+        yield array
+        return
+    rows = BLOCK_BYTES // (array.nbytes // len(array))
+    if rows == 0:
+        for row in array:
+            yield from _parts(row)
+        return
+    for first in range(0, len(array), rows):
+        yield array[first : first + rows]
+
+
+def check_shape(shape: tuple[int, ...]) -> None:
+    """Refuse what is no shape.
+
+    Raises:
+        Malformed: more than 64 axes, or sizes that are no numbers, negative or absurd.
+    """
+    if len(shape) > _MAX_AXES:
+        raise Malformed(f"a tensor with {len(shape)} axes")
+    for size in shape:
+        if type(size) is not int or not 0 <= size < _ABSURD:
+            shown = size if isinstance(size, int) and abs(size) < _ABSURD else "no possible number"
+            raise Malformed(f"a tensor of which an axis has size {shown}")
+
+
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
+    """Row-major strides in elements.
+
+    Raises:
+        Malformed: it is no shape.
+    """
+    check_shape(shape)
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
