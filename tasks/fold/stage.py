@@ -60,10 +60,12 @@ class ClampedRow(BaseModel):
 class OutputRow(BaseModel):
     """Largest difference between folded and unfolded module, in units of the output's range.
 
-    `rounding` is the unfolded module's own distance from its FP64 result, given where the difference needed judging.
+    `fold` is the fold's own error, both computed in FP64; `difference` that of the FP32 results; `rounding` the
+    unfolded module's own distance from its FP64 result. None where the module does not run in FP64.
     """
 
     output: str
+    fold: float | None
     difference: float
     rounding: float | None
 
@@ -126,7 +128,7 @@ def fold_weights(
     return result.report
 
 
-FOLD = Stage("fold", version=1, run=fold_weights, tools=("torch",))
+FOLD = Stage("fold", version=2, run=fold_weights, tools=("torch",))
 
 
 def fold_module(module: nn.Module, feeds: Feeds, settings: FoldSettings) -> FoldResult:
@@ -146,6 +148,8 @@ def fold_module(module: nn.Module, feeds: Feeds, settings: FoldSettings) -> Fold
     plan = plan_folds(module, flow, settings.skip)
     observed = observe_norms(module, runnable)
     judge = _Judge(runnable, expected, settings.tolerance, module)
+    if judge.problem:
+        notes.append(judge.problem)
     clamp: Clamp = settings.clamp["floor"] if isinstance(settings.clamp, dict) else settings.clamp
     folded = apply_plan(module, plan, clamp, observed, settings.tolerance)
     progress.checkpoint()
@@ -171,7 +175,7 @@ def fold_module(module: nn.Module, feeds: Feeds, settings: FoldSettings) -> Fold
 
 
 class _Judge:
-    """Compares folded modules with the original on the same feeds; each feed is run in FP64 at most once."""
+    """Compares folded modules with the original, in FP32 and in FP64, on the same feeds."""
 
     def __init__(
         self, feeds: Feeds, expected: list[dict[str, torch.Tensor]], tolerance: float, module: nn.Module
@@ -179,21 +183,22 @@ class _Judge:
         self.feeds = feeds
         self.expected = expected
         self.tolerance = tolerance
-        self.module = module
-        self.truth: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.exact: list[dict[str, torch.Tensor]] | None = None
+        self.problem = ""
+        try:
+            self.exact = exact_outputs(module, feeds)
+        except Exception as error:  # a forward that insists on float32 may raise anything
+            self.problem = f"compared in FP32 only: the model does not run in FP64 ({type(error).__name__}: {error})"
 
     def compare(self, folded: Folded) -> list[Difference]:
-        return compare_modules(self.expected, folded.module, self.feeds, self.tolerance, self._exact)
+        return compare_modules(self.expected, self.exact, folded.module, self.feeds, self.tolerance)
 
     def distance(self, one: Folded, other: Folded) -> float:
+        """How far two folded modules are apart: in FP64 where the original runs in FP64."""
+        exact = None if self.exact is None else exact_outputs(other.module, self.feeds)
         expected = run_all(other.module, self.feeds)
-        differences = compare_modules(expected, one.module, self.feeds, float("inf"), self._exact)
-        return max(d.relative for d in differences)
-
-    def _exact(self, feed: int) -> Mapping[str, torch.Tensor]:
-        if feed not in self.truth:
-            self.truth[feed] = exact_outputs(self.module, self.feeds[feed])
-        return self.truth[feed]
+        differences = compare_modules(expected, exact, one.module, self.feeds, float("inf"))
+        return max(d.worst for d in differences)
 
 
 def _expected(
@@ -246,8 +251,8 @@ def _guilty(
         part = replace(plan, folds=plan.folds[:count], kept=plan.kept + rest)
         return judge.compare(apply_plan(module, part, clamp, {}, judge.tolerance))
 
-    worst = max((d for d in differences if not d.passed), key=lambda d: d.relative)
-    found = f"output {worst.output} by {worst.relative:.2g} of its range"
+    worst = max((d for d in differences if not d.passed), key=lambda d: d.worst)
+    found = f"output {worst.output} by {_amount(worst)}"
     if not plan.folds or not all(d.passed for d in attempt(0)):
         return EnginesmithError(f"writing BatchNorms as scale and shift changes {found}", key="fold")
     passing, failing = 0, len(plan.folds)
@@ -264,9 +269,18 @@ def _guilty(
         f"folding {guilty} changes {found}",
         where=guilty.norm,
         key="fold.skip",
-        details=[f"{d.output}: {d.relative:.2g} of its range" for d in differences if not d.passed],
+        details=[f"{d.output}: {_amount(d)}" for d in differences if not d.passed],
         hint=f"at most {judge.tolerance:g} is allowed (fold.tolerance); leave this one out with "
         f"fold: {{skip: [{guilty.norm}]}}",
+    )
+
+
+def _amount(difference: Difference) -> str:
+    if difference.fold is None or difference.relative == float("inf"):
+        return f"{difference.relative:.2g} of its range"
+    return (
+        f"{difference.fold:.2g} of its range in FP64, {difference.relative:.2g} in FP32 "
+        f"(the unfolded model's own rounding: {difference.rounding:.2g})"
     )
 
 
@@ -313,6 +327,8 @@ def _report(
         clamp_change=change,
         constant_channels=folded.constants,
         flushed_subnormals=folded.flushed,
-        outputs=tuple(OutputRow(output=d.output, difference=d.relative, rounding=d.rounding) for d in differences),
+        outputs=tuple(
+            OutputRow(output=d.output, fold=d.fold, difference=d.relative, rounding=d.rounding) for d in differences
+        ),
         notes=tuple(notes),
     )
