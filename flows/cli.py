@@ -593,6 +593,11 @@ def _print(compiled: Compiled) -> None:
     else:
         for label, artifact in compiled.artifacts.items():
             click.echo(f"{label}: {artifact.path}")
+    if "export" in compiled.artifacts:
+        from enginesmith.flows.show import waived_lines
+
+        for line in waived_lines(compiled.artifacts["export"].report):
+            click.echo(line)
     count = len(compiled.artifacts)
     click.echo(
         f"no stage had to run: all {count} artifacts were in the store ({compiled.seconds:.1f} s)"

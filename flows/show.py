@@ -47,6 +47,14 @@ def _flat(value: object) -> str:
     return str(value)
 
 
+def waived_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The waived errors of an export or adoption, one a line: what a compile accepted and why."""
+    for finding in report.get("findings", ()):
+        if finding.get("waived") and finding["severity"] == "error":
+            backend = f" [{finding['backend']}]" if finding["backend"] else ""
+            yield f"waived: {finding['rule']}{backend}: {finding['message']} (reason: {finding['waived']})"
+
+
 def write_report(linted: Sequence[Linted], form: str, output: Path | None) -> None:
     """What lint found as text, JSON or SARIF, on stdout or whole into a file.
 

@@ -81,7 +81,6 @@ def judge(
         adopted = adopt_apart(subject, folder, cases_of(dataset, inputs), inputs, settings.tolerance)
         findings = list(adopted.findings)
         if not blocking(findings):
-            findings += graph_findings(io.load(folder), inputs, backends)
             findings += check_operators(folder, backends)
             findings += _advice(folder, inputs, gpus)
         return Verdict(tuple(in_order(findings)), adopted.cases, adopted.seconds)
@@ -189,7 +188,7 @@ def judge_source(file: str, module: str, name: str, root: str) -> dict[str, Any]
 
 def _check_readable(path: Path, wanted: str) -> None:
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
+        found = "is a folder" if path.is_dir() else "is no plain file" if path.exists() else "does not exist"
         raise EnginesmithError(found, where=str(path), hint=f"give {wanted}")
 
 

@@ -90,6 +90,9 @@ def test_waived_error_is_shown_and_does_not_fail(project: Project) -> None:
     assert unused["line"] == len(project.file.read_text().splitlines())
     assert target["experiment"]["feeds"]
     assert target["experiment"]["seconds"] > 0
+    compiled = run_enginesmith(["compile", "pipeline.yaml", "--plain", "--until", "export"], project.folder)
+    assert "waived: shape/value: " in compiled.stdout
+    assert "(reason: one size)" in compiled.stdout
 
 
 @pytest.mark.parametrize(
