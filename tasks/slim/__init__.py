@@ -3,6 +3,8 @@
 pickled     a pickle           → plain values and inert records; nothing is imported or called
 archive     a zip file         → the places of its records
 readers     a checkpoint       → its content, with tensors that stay in the mapped file
+rules       the name of an entry → the rule that leaves it out: one table, which settings extend
+averages    a state dict with its moving average in it → the two
 choose      that content       → the one wanted state dict, and what was left out by which rule
 numerics    a tensor           → counts of NaN, infinity, subnormals, values beyond FP16
 write       the kept tensors   → weights.safetensors, in one pass

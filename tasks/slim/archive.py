@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Archive:
 
     file: MappedFile
     records: Mapping[str, Record]
+    start: int
+    end: int
 
     def place(self, name: str) -> tuple[int, int]:
         """First byte and size of a record that must be stored uncompressed.
@@ -55,7 +58,7 @@ class Archive:
             raise Malformed(f"its record {name!r} is {'missing' if record is None else 'absurdly large'}")
         if record.start is not None:
             return self.file.map[record.start : record.start + record.size]
-        with zipfile.ZipFile(self.file.path) as archive:
+        with zipfile.ZipFile(_Stream(self.file, self.start, self.end)) as archive:
             wanted = next(i for i in archive.infolist() if _inner(i.filename) == name)
             try:
                 with archive.open(wanted) as stream:
@@ -64,26 +67,61 @@ class Archive:
                 raise Malformed(f"its record {name!r} cannot be unpacked: {error}") from error
 
 
-def open_archive(file: MappedFile) -> Archive:
-    """Read a zip file's directory.
+class _Stream(io.RawIOBase):
+    """A part of a mapped file, as a file of its own."""
+
+    def __init__(self, file: MappedFile, start: int, end: int) -> None:
+        self.file, self.start, self.end, self.position = file, start, end, start
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move, relative to the part's start, the position, or the part's end."""
+        base = (self.start, self.position, self.end)[whence]
+        if base + offset < self.start:
+            raise OSError("a position before the file's start")
+        self.position = base + offset
+        return self.position - self.start
+
+    def tell(self) -> int:
+        """The position in the part."""
+        return self.position - self.start
+
+    def read(self, size: int | None = -1) -> bytes:
+        """At most so many bytes."""
+        stop = self.end if size is None or size < 0 else min(self.position + size, self.end)
+        data = self.file.map[self.position : stop] if stop > self.position else b""
+        self.position += len(data)
+        return data
+
+
+def open_archive(file: MappedFile, start: int = 0, end: int | None = None) -> Archive:
+    """Read the directory of a zip file, or of one that lies uncompressed in a part of a file.
 
     Raises:
         Malformed: no valid zip, records outside the file or over one another, encrypted or repeated ones.
     """
-    _check_directory(file)
+    end = file.size if end is None else end
+    _check_directory(file, start, end)
     try:
-        with zipfile.ZipFile(file.path) as archive:
+        with zipfile.ZipFile(_Stream(file, start, end)) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise Malformed(f"the zip directory is broken ({error}); is the file truncated?") from error
     records: dict[str, Record] = {}
     behind = 0
     for entry in sorted(entries, key=lambda e: e.header_offset):
-        start = _data_start(file, entry)
+        place = _data_start(file, start, entry)
         if entry.header_offset < behind:
             raise Malformed(f"record {entry.filename!r} overlaps another one")
-        behind = start + entry.compress_size
-        if behind > file.size:
+        behind = place + entry.compress_size - start
+        if behind > end - start:
             raise Malformed(f"record {entry.filename!r} reaches beyond the end of the file")
         if entry.flag_bits & _ENCRYPTED:
             raise Malformed(f"record {entry.filename!r} is encrypted")
@@ -93,8 +131,8 @@ def open_archive(file: MappedFile) -> Archive:
         name = _inner(entry.filename)
         if name in records:
             raise Malformed(f"record {entry.filename!r} is there twice")
-        records[name] = Record(start if stored else None, entry.file_size)
-    return Archive(file, records)
+        records[name] = Record(place if stored else None, entry.file_size)
+    return Archive(file, records, start, end)
 
 
 def _inner(name: str) -> str:
@@ -102,23 +140,24 @@ def _inner(name: str) -> str:
     return name.partition("/")[2] or name
 
 
-def _check_directory(file: MappedFile) -> None:
+def _check_directory(file: MappedFile, start: int, stop: int) -> None:
     """Refuse a directory so long that listing it would take many seconds."""
-    end = file.map.rfind(_END, max(0, file.size - (1 << 16) - 22))
-    if end < 0 or end + 22 > file.size:
+    end = file.map.rfind(_END, max(start, stop - (1 << 16) - 22), stop)
+    if end < 0 or end + 22 > stop:
         raise Malformed("the zip directory is missing; the file is truncated")
     size = int.from_bytes(file.map[end + 12 : end + 16], "little")
     if size == 0xFFFFFFFF:
-        end64 = file.map.rfind(_END64, max(0, end - (1 << 16)), end)
+        end64 = file.map.rfind(_END64, max(start, end - (1 << 16)), end)
         size = int.from_bytes(file.map[end64 + 40 : end64 + 48], "little") if end64 >= 0 else size
-    if size > min(file.size, _DIRECTORY_BYTES):
+    if size > min(stop - start, _DIRECTORY_BYTES):
         raise Malformed(f"the zip directory claims {size} bytes")
 
 
-def _data_start(file: MappedFile, entry: zipfile.ZipInfo) -> int:
+def _data_start(file: MappedFile, start: int, entry: zipfile.ZipInfo) -> int:
     """Position of a record's bytes, behind its local header."""
-    header = file.map[entry.header_offset : entry.header_offset + _LOCAL_HEADER]
+    at = start + entry.header_offset
+    header = file.map[at : at + _LOCAL_HEADER] if entry.header_offset >= 0 else b""
     if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
         raise Malformed(f"record {entry.filename!r} has no header")
-    name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-    return entry.header_offset + _LOCAL_HEADER + name + extra
+    name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+    return start + entry.header_offset + _LOCAL_HEADER + name + extra

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from enginesmith.tasks.errors import EnginesmithError
+from enginesmith.tasks.slim.averages import TOP, Candidate, Role, is_average, split_average
 from enginesmith.tasks.slim.pickled import MAX_STEPS, Record, parts_of
 from enginesmith.tasks.slim.readers import Checkpoint, Unsupported
+from enginesmith.tasks.slim.rules import Drops
 from enginesmith.tasks.slim.tensors import Tensor
 
-Role = Literal["model", "ema"]
-TOP = "."  # how the file's own top level is named where a key is asked for
-
-# Which entries of a checkpoint are no weights, by name (lower case; * stands for anything).
-ENTRY_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("optimizer", ("opt", "optim", "optims", "optimizer*", "*_optimizer", "*_optimizers", "optim_*", "*_optim")),
-    ("scheduler", ("*scheduler", "*schedulers", "*scheduler_state*", "sched", "lr_sched*")),
-    ("scaler", ("scaler", "*_scaler", "scaler_*", "amp", "amp_*", "loss_scale*")),
-    ("FP32 masters", ("fp32_groups*", "fp32_from_fp16*", "*fp32_master*", "*master_param*", "*master_weight*")),
-    ("loss", ("loss", "losses", "*_loss", "*_losses", "loss_*", "criterion", "criterion_*")),
-    ("callback", ("callback", "callbacks", "hooks", "loops")),
-    ("RNG state", ("rng", "*rng_state*", "*random_state*", "*_rng", "rng_*")),
-    ("hash", ("hash", "*_hash", "md5*", "sha*sum", "sha1", "sha256", "checksum*")),
-)
-# Which names inside a state dict are no weights of the model.
-NAME_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("loss", ("loss.*", "losses.*", "loss_fn.*", "loss_func.*", "*_loss.*", "criterion.*", "criterion_*.*")),
-    ("EMA counter", ("n_averaged",)),
-)
 # Names that wrappers put in front of every name: DistributedDataParallel and DataParallel, torch.compile, FSDP,
 # activation checkpointing, DeepSpeed, and what Lightning modules call the model they wrap.
 WRAPPERS = (
@@ -45,34 +26,10 @@ WRAPPERS = (
     "net",
     "network",
 )
-_EMA_WORDS = {"ema", "swa", "averaged", "shadow"}
 _DEPTH = 4
-_LOOKS = 4 * MAX_STEPS
+_LOOKS = MAX_STEPS
+_LEAVE_COST = 16
 _HOLDERS = (dict, list, tuple, set, frozenset, Record, Tensor, Unsupported)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A state dict that a checkpoint holds.
-
-    Attributes:
-        key: where, dotted; ``.`` for the top level.
-        role: trained weights or their moving average.
-        tensors: by name as in the file, non-tensors left out.
-        module: class name of the pickled module that it was taken from, else empty.
-        leftover: names and values beside the tensors.
-    """
-
-    key: str
-    role: Role
-    tensors: Mapping[str, Tensor | Unsupported]
-    module: str
-    leftover: Mapping[str, Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(t.nbytes for t in self.tensors.values() if isinstance(t, Tensor))
 
 
 @dataclass(frozen=True)
@@ -106,37 +63,6 @@ class Choice:
     left: tuple[Left, ...]
 
 
-@dataclass(frozen=True)
-class Drops:
-    """The user's additions to the rules: patterns of names to leave out, and with ``!`` in front, names to keep."""
-
-    patterns: tuple[str, ...]
-
-    def rule(self, name: str, rules: Sequence[tuple[str, tuple[str, ...]]]) -> str:
-        """The rule that leaves a name out, empty when none does."""
-        if any(fnmatchcase(name, p[1:]) for p in self.patterns if p.startswith("!")):
-            return ""
-        for pattern in self.patterns:
-            if fnmatchcase(name, pattern):
-                return f"model.drop: {pattern}"
-        lower = name.lower()
-        return next((rule for rule, patterns in rules if any(fnmatchcase(lower, p) for p in patterns)), "")
-
-    def check(self, names: Sequence[str]) -> None:
-        """Refuse a pattern that matches nothing.
-
-        Raises:
-            EnginesmithError: it names the pattern.
-        """
-        for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
-                raise EnginesmithError(
-                    f"{pattern!r} matches no key of the checkpoint",
-                    key="model.drop",
-                    hint="patterns match whole keys, as in loss_head.*",
-                )
-
-
 class _Inventory:
     """What is left out, and how much of the content was looked at: a pickle can hold the same list a million times."""
 
@@ -144,8 +70,10 @@ class _Inventory:
         self.drops = drops
         self.left: list[Left] = []
         self.steps = 0
+        self.barren: set[int] = set()
 
     def leave(self, key: str, rule: str, value: Any) -> None:
+        self.steps += _LEAVE_COST
         tensors = {t.identity: t.nbytes for t in self.tensors(value) if isinstance(t, Tensor)}
         self.left.append(Left(key, rule, len(tensors), sum(tensors.values())))
 
@@ -162,13 +90,15 @@ class _Inventory:
             current = todo.pop()
             if isinstance(current, Tensor | Unsupported):
                 found.append(current)
-            elif id(current) not in seen:
+            elif id(current) not in seen and id(current) not in self.barren:
                 seen.add(id(current))
                 parts = parts_of(current)
                 self.steps += 1 + len(parts)
                 if self.steps > _LOOKS:
                     raise EnginesmithError("the checkpoint repeats its content without end", key="model.checkpoint")
                 todo += [part for part in parts if isinstance(part, _HOLDERS)]
+        if not found:
+            self.barren |= seen
         return found
 
     def why(self, value: Any) -> str:
@@ -188,14 +118,22 @@ def choose(content: Checkpoint, weights: str, drop: tuple[str, ...], allow_pickl
     drops = Drops(drop)
     inventory = _Inventory(drops)
     found = list(_candidates(content.root, (), inventory))
-    candidates = tuple(part for candidate in found for part in _split_ema(candidate))
-    chosen = _pick(candidates, weights, content)
+    parts = [part for one in _roles(found) for part in split_average(_without_dropped(one, inventory))]
+    candidates = tuple(_distinct(parts, inventory))
+    chosen = _pick(candidates, weights, content, inventory)
+    if chosen.broken:
+        raise EnginesmithError(
+            f"{_shown(chosen.key)} mixes weights and a moving average whose names do not fit one another",
+            key="model.checkpoint",
+            details=chosen.broken,
+            hint="store the two sets under keys of their own, or leave names out with model.drop",
+        )
     if chosen.module and not allow_pickle:
         raise EnginesmithError(
             f"{_shown(chosen.key)} is a pickled object of class {chosen.module}, not a state dict",
             key="model.checkpoint",
-            hint="save model.state_dict() instead; or set model.allow_pickle: true to take the weights out of the "
-            "object (its code is not run)",
+            hint="save model.state_dict() instead; or set model.allow_pickle: true (--allow-pickle) to take the "
+            "weights out of the object (its code is not run)",
         )
     for other in candidates:
         if other is not chosen:
@@ -204,7 +142,7 @@ def choose(content: Checkpoint, weights: str, drop: tuple[str, ...], allow_pickl
         inventory.leave(_join(chosen.key, name), "not a tensor", value)
     kept: dict[str, Tensor] = {}
     for name, tensor in chosen.tensors.items():
-        rule = drops.rule(name, NAME_RULES)
+        rule = drops.for_name(name)
         if rule:
             inventory.leave(_join(chosen.key, name), rule, tensor)
         elif isinstance(tensor, Unsupported):
@@ -214,7 +152,7 @@ def choose(content: Checkpoint, weights: str, drop: tuple[str, ...], allow_pickl
                 hint="save it as a plain dense tensor, or leave it out with model.drop",
             )
         else:
-            kept[name] = tensor
+            kept[_checked(name)] = tensor
     drops.check(
         [*(c for entry in inventory.left for c in (entry.key, entry.key.removeprefix(f"{chosen.key}."))), *kept]
     )
@@ -231,10 +169,67 @@ def choose(content: Checkpoint, weights: str, drop: tuple[str, ...], allow_pickl
     )
 
 
+def _checked(name: str) -> str:
+    """A name that a .safetensors file can hold.
+
+    Raises:
+        EnginesmithError: it cannot.
+    """
+    try:
+        name.encode()
+        wrong = name == "__metadata__"
+    except UnicodeEncodeError:
+        wrong = True
+    if wrong:
+        raise EnginesmithError(
+            f"no tensor can be called {name!r} in a .safetensors file",
+            key="model.checkpoint",
+            hint="rename it, or leave it out with model.drop",
+        )
+    return name
+
+
+def _without_dropped(candidate: Candidate, inventory: _Inventory) -> Candidate:
+    """A candidate without the names that the user leaves out: they must not count when averages are told apart."""
+    dropped = {n: rule for n in candidate.tensors if (rule := inventory.drops.by_user(n))}
+    if not dropped:
+        return candidate
+    for name, rule in dropped.items():
+        inventory.leave(_join(candidate.key, name), rule, candidate.tensors[name])
+    return replace(candidate, tensors={n: t for n, t in candidate.tensors.items() if n not in dropped})
+
+
+def _roles(candidates: list[Candidate]) -> Iterator[Candidate]:
+    """Candidates with the roles that only their neighbours tell.
+
+    Lightning's WeightAveraging puts the average where the weights were (``state_dict``) and the trained weights beside
+    it (``current_model_state``).
+    """
+    keys = {c.key for c in candidates}
+    for candidate in candidates:
+        above, _, last = candidate.key.rpartition(".")
+        beside = f"{above}.current_model_state" if above else "current_model_state"
+        yield replace(candidate, role="ema") if last == "state_dict" and beside in keys else candidate
+
+
+def _distinct(candidates: list[Candidate], inventory: _Inventory) -> Iterator[Candidate]:
+    """Candidates that differ: what shows the very same tensors under the same names needs no choice."""
+    seen: dict[object, str] = {}
+    for candidate in candidates:
+        if not candidate.tensors:
+            continue
+        what = frozenset((n, t.identity if isinstance(t, Tensor) else id(t)) for n, t in candidate.tensors.items())
+        first = seen.setdefault(what, candidate.key)
+        if first == candidate.key:
+            yield candidate
+        else:
+            inventory.leave(candidate.key, f"the same tensors as {first}", dict(candidate.tensors))
+
+
 def _candidates(value: Any, path: tuple[str, ...], inventory: _Inventory) -> Iterator[Candidate]:
     """State dicts in a value, outermost first; what holds none is left out."""
     key = ".".join(path) or TOP
-    role: Role = "ema" if any(_EMA_WORDS & set(re.split(r"[._]", part.lower())) for part in path) else "model"
+    role: Role = "ema" if is_average(path) else "model"
     if isinstance(value, Record) and _is_module(value):
         state: dict[str, Tensor | Unsupported] = {}
         _module_state(value, "", state, set())
@@ -250,8 +245,10 @@ def _candidates(value: Any, path: tuple[str, ...], inventory: _Inventory) -> Ite
     inner: list[Candidate] = []
     beside: dict[str, Any] = {}
     for name, item in rest.items():
-        rule = inventory.drops.rule(str(name), ENTRY_RULES) if isinstance(name, str) else "not a name"
-        if rule:
+        rule = inventory.drops.for_entry(name) if isinstance(name, str) else "not a name"
+        if rule == "callback":
+            inner += _averages_in(item, (*path, str(name)), inventory)
+        elif rule:
             inventory.leave(_join(key, str(name)), rule, item)
         elif isinstance(item, dict | Record) and len(path) < _DEPTH:
             inner += _candidates(item, (*path, str(name)), inventory)
@@ -261,7 +258,7 @@ def _candidates(value: Any, path: tuple[str, ...], inventory: _Inventory) -> Ite
             inventory.leave(_join(key, str(name)), inventory.why(item), item)
     loose = bool(inner) or not any("." in name for name in own)
     for name in list(own):
-        rule = inventory.drops.rule(name, ENTRY_RULES) if loose else ""
+        rule = inventory.drops.for_entry(name) if loose else ""
         tensor = own[name]
         if not rule and inner and isinstance(tensor, Tensor) and not tensor.shape:
             rule = "a number beside the weights"
@@ -273,6 +270,22 @@ def _candidates(value: Any, path: tuple[str, ...], inventory: _Inventory) -> Ite
         for name, item in beside.items():
             inventory.leave(_join(key, name), inventory.why(item), item)
     yield from inner
+
+
+def _averages_in(value: Any, path: tuple[str, ...], inventory: _Inventory) -> list[Candidate]:
+    """Moving averages of the weights that a callback keeps; everything else in it is left out."""
+    aside = _Inventory(inventory.drops)
+    aside.steps, aside.barren = inventory.steps, inventory.barren
+    found = [
+        c
+        for c in (_candidates(value, path, aside) if isinstance(value, dict) else ())
+        if c.role == "ema" and any("." in name for name in c.tensors)
+    ]
+    inventory.steps = aside.steps
+    taken = {id(tensor) for candidate in found for tensor in candidate.tensors.values()}
+    rest = [t for t in inventory.tensors(value) if id(t) not in taken]
+    inventory.leave(".".join(path), "callback", rest)
+    return found
 
 
 def _is_module(value: Record) -> bool:
@@ -297,7 +310,7 @@ def _module_state(module: Record, prefix: str, state: dict[str, Tensor | Unsuppo
             _module_state(child, f"{prefix}{name}.", state, above | {id(module)})
 
 
-def _pick(candidates: tuple[Candidate, ...], weights: str, content: Checkpoint) -> Candidate:
+def _pick(candidates: tuple[Candidate, ...], weights: str, content: Checkpoint, inventory: _Inventory) -> Candidate:
     if not candidates:
         held = type(content.root).__name__ if not isinstance(content.root, Record) else str(content.root.type)
         raise EnginesmithError(
@@ -315,6 +328,15 @@ def _pick(candidates: tuple[Candidate, ...], weights: str, content: Checkpoint) 
         fitting = [c for c in candidates if c.role == weights]
     else:
         fitting = []
+    nameless = [e for e in inventory.left if e.rule == "tensors without names" and is_average((e.key,))]
+    if weights in ("auto", "ema") and nameless and not any(c.role == "ema" for c in candidates):
+        raise EnginesmithError(
+            "the checkpoint also holds a moving average whose tensors have no names, so they match no weights",
+            key="model.weights",
+            details=[*listing, *(f"{e.key}: {e.tensors} tensors without names, {_size(e.nbytes)}" for e in nameless)],
+            hint="take the trained weights by their key, as in weights: "
+            f"{candidates[0].key}; or save the average as a state dict",
+        )
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -322,21 +344,25 @@ def _pick(candidates: tuple[Candidate, ...], weights: str, content: Checkpoint) 
             f"the checkpoint holds {len(fitting)} sets of weights, and weights is {weights!r}",
             key="model.weights",
             details=listing,
-            hint=f"choose one by its key, as in weights: {fitting[0].key}",
+            hint=f"choose one by its key, as in weights: {fitting[0].key} (--weights {fitting[0].key})",
         )
     raise EnginesmithError(
         f"the checkpoint holds no weights {weights!r}",
         key="model.weights",
         details=listing,
-        hint=f"choose one by its key, as in weights: {candidates[0].key}",
+        hint=f"choose one by its key, as in weights: {candidates[0].key} (--weights {candidates[0].key})",
     )
 
 
 def _line(candidate: Candidate) -> str:
     kind = f", a pickled {candidate.module}" if candidate.module else ""
-    size = candidate.nbytes
-    shown = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} B"
-    return f"{candidate.key}: {len(candidate.tensors)} tensors, {shown}, {candidate.role}{kind}"
+    count = len(candidate.tensors)
+    shown = f"{count} tensor{'s' if count != 1 else ''}, {_size(candidate.nbytes)}"
+    return f"{candidate.key}: {shown}, {candidate.role}{kind}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes} B"
 
 
 def _shown(key: str) -> str:
@@ -345,79 +371,6 @@ def _shown(key: str) -> str:
 
 def _join(key: str, name: str) -> str:
     return name if key == TOP else f"{key}.{name}"
-
-
-# --- a moving average stored among the weights themselves ----------------------------------------------------------
-
-
-def _split_ema(candidate: Candidate) -> Iterator[Candidate]:
-    """A state dict that holds its own moving average under changed names, as two candidates.
-
-    Frameworks store the average of ``backbone.conv.weight`` as ``ema_backbone_conv_weight`` (dots turned to
-    underscores), ``model_ema.backboneconvweight`` (dots left out) or ``ema_model.backbone.conv.weight``. The names are
-    matched without dots and underscores; they must fit one to one. Buffers that such frameworks do not average
-    (BatchNorm statistics) are those of the trained weights, as the frameworks themselves use them.
-
-    Raises:
-        EnginesmithError: only some of the names fit, so that nobody can say what they are.
-    """
-    heads = {name: _ema_head(name) for name in candidate.tensors}
-    average = {name: name[len(head) :] for name, head in heads.items() if head}
-    trained = [name for name, head in heads.items() if not head]
-    if not average or not trained or candidate.role == "ema":
-        yield candidate
-        return
-    by_letters: dict[str, list[str]] = {}
-    for name in trained:
-        for form in {name, name.partition(".")[2]} - {""}:
-            by_letters.setdefault(_letters(form), []).append(name)
-    mapped: dict[str, str] = {}
-    strange: list[str] = []
-    for name, rest in average.items():
-        targets = by_letters.get(_letters(rest), [])
-        tensor = candidate.tensors[name]
-        if len(targets) == 1 and targets[0] not in mapped and _shape(candidate.tensors[targets[0]]) == _shape(tensor):
-            mapped[targets[0]] = name
-        elif _shape(tensor) != ():
-            strange.append(name)
-    if not mapped:
-        yield candidate
-        return
-    missing = [n for n in trained if n not in mapped and not _is_statistic(n)]
-    if strange or missing:
-        raise EnginesmithError(
-            f"{_shown(candidate.key)} mixes weights and a moving average whose names do not fit one another",
-            key="model.checkpoint",
-            details=[f"{n}: no such weight" for n in strange] + [f"{n}: no average" for n in missing],
-            hint="store the two sets under keys of their own",
-        )
-    kind = candidate.key
-    yield Candidate(kind, "model", {n: candidate.tensors[n] for n in trained}, candidate.module, candidate.leftover)
-    yield Candidate(
-        "ema" if kind == TOP else f"{kind}.ema",
-        "ema",
-        {n: candidate.tensors[mapped.get(n, n)] for n in trained},
-        candidate.module,
-        {},
-    )
-
-
-def _ema_head(name: str) -> str:
-    """The leading part of a name that marks a moving average, empty when there is none."""
-    found = re.match(r"(?:\w+_)?(?:ema|swa)(?:_model|_module)?\.(?:module\.)?|(?:ema|swa)_(?:model\.)?", name)
-    return found.group(0) if found else ""
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[._]", "", name)
-
-
-def _is_statistic(name: str) -> bool:
-    return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
-
-
-def _shape(tensor: Tensor | Unsupported) -> tuple[int, ...] | None:
-    return tensor.shape if isinstance(tensor, Tensor) else None
 
 
 def _prefix(names: Mapping[str, Tensor]) -> str:

@@ -16,9 +16,9 @@ from enginesmith.tasks.slim.tensors import DTYPES, Malformed, MappedFile, Storag
 
 KEY = "model.checkpoint"
 
-_HEADER_BYTES = 100 << 20  # safetensors' own limit
+_HEADER_BYTES = 16 << 20  # some 150 000 tensors; parsing safetensors' own limit, 100 MB, can fill gigabytes
 _PICKLE_MAGIC = 0x1950A86A20F9469CFC6C  # torch.serialization.MAGIC_NUMBER
-_INDEX_BYTES = 64 << 20
+_INDEX_BYTES = 16 << 20
 
 # PyTorch's storage classes and dtypes, and safetensors' name for the same bits; None: no plain numbers.
 _STORAGES = {
@@ -158,11 +158,11 @@ def read_safetensors(file: MappedFile) -> tuple[dict[str, Any], dict[str, str]]:
     tensors: dict[str, Any] = {}
     for name, entry in header.items():
         try:
-            dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            dtype, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise Malformed(f"tensor {name!r} has no dtype, shape or data_offsets") from error
-        if not all(type(n) is int and n >= 0 for n in (*shape, first, last)) or last < first:
-            raise Malformed(f"tensor {name!r} has shape {shape} and offsets {first} to {last}")
+        if not all(type(n) is int and n >= 0 for n in (first, last)) or last < first:
+            raise Malformed(f"tensor {name!r} has offsets that are no range of bytes")
         storage = Storage(file, base + first, last - first)
         if dtype not in DTYPES:
             tensors[name] = Unsupported(f"element type {dtype}")
@@ -192,6 +192,9 @@ def _read_index(path: Path) -> Checkpoint:
         place = path.parent / shard
         if not place.is_file():
             raise Malformed(f"shard {shard!r} is missing")
+        # A hub's cache keeps the index and its shards as links into one other folder; any other link is a trick.
+        if place.resolve().parent not in (path.parent.resolve(), path.resolve().parent):
+            raise Malformed(f"shard {shard!r} is a link to a file in another folder")
         try:
             shards[shard] = _read(MappedFile(place))
         except Malformed as error:
@@ -263,11 +266,18 @@ def _load_json(data: bytes) -> dict[str, Any]:
 def _read_zip(file: MappedFile) -> Checkpoint:
     archive = open_archive(file)
     names = archive.records
-    if "archive_format" in names or "serialized_exported_program.json" in names:
+    if "archive_format" in names:
         return _read_pt2(archive)
+    if "serialized_exported_program.json" in names:
+        return _read_inner(archive, "serialized_state_dict.pt")
     if "data.pkl" not in names:
         kind = "a NumPy .npz" if any(n.endswith(".npy") for n in names) else "no PyTorch checkpoint"
         raise Malformed(f"a zip file, but {kind}: it has no data.pkl")
+    return _read_pickled(archive)
+
+
+def _read_pickled(archive: Archive) -> Checkpoint:
+    file, names = archive.file, archive.records
     if "byteorder" in names and archive.read("byteorder").strip() == b"big":
         raise Malformed("it was saved on a big-endian machine")
     start, size = archive.place("data.pkl")
@@ -469,11 +479,42 @@ def _script_names(archive: Archive, kind: Global) -> tuple[str, ...]:
     return tuple(name for found in lists for name in re.findall(r'"([^"]*)"', found))
 
 
+_PT2 = "torch.export archive (weights only)"
+
+
 def _read_pt2(archive: Archive) -> Checkpoint:
-    """The state dict of a torch.export archive: raw bytes, described by JSON."""
-    if "data/weights/model_weights_config.json" not in archive.records:
-        raise Malformed("a torch.export archive of before PyTorch 2.8; save it again with torch.export.save")
-    table = _load_json(archive.read("data/weights/model_weights_config.json")).get("config")
+    """The state dict of a torch.export archive: raw bytes described by JSON, or (PyTorch 2.8) a .pt in it.
+
+    An archive of several programs has a state dict for each, by the program's name.
+    """
+    found: dict[str, Any] = {}
+    foreign: set[str] = set()
+    forbidden: set[str] = set()
+    for name in archive.records:
+        described = re.fullmatch(r"data/weights/(.+)_weights_config\.json", name)
+        inner = re.fullmatch(r"data/weights/(?!weight_\d+$)(.+)\.pt", name)
+        if described:
+            found[described[1]] = _described_weights(archive, name)
+        elif inner:
+            content = _read_inner(archive, name)
+            found[inner[1]] = content.root
+            foreign |= set(content.foreign)
+            forbidden |= set(content.forbidden)
+    if not found:
+        raise Malformed("a torch.export archive without weights; save it again with torch.export.save")
+    root = next(iter(found.values())) if len(found) == 1 else found
+    return Checkpoint(_PT2, root, archive.file.size, tuple(sorted(foreign)), tuple(sorted(forbidden)))
+
+
+def _read_inner(archive: Archive, name: str) -> Checkpoint:
+    """A .pt file that lies in an archive, as PyTorch before 2.9 wrote a program's state dict."""
+    start, size = archive.place(name)
+    content = _read_pickled(open_archive(archive.file, start, start + size))
+    return Checkpoint(_PT2, content.root, archive.file.size, content.foreign, content.forbidden)
+
+
+def _described_weights(archive: Archive, config: str) -> dict[str, Any]:
+    table = _load_json(archive.read(config)).get("config")
     if not isinstance(table, Mapping):
         raise Malformed("its weights are not described")
     state: dict[str, Any] = {}
@@ -490,4 +531,4 @@ def _read_pt2(archive: Archive) -> Checkpoint:
             continue
         start, size = archive.place(f"data/weights/{record}")
         state[name] = Tensor(dtype, shape, strides, Storage(archive.file, start, size), offset)
-    return Checkpoint("torch.export archive (weights only)", state, archive.file.size)
+    return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -128,7 +129,7 @@ def slim_checkpoint(
         raise
 
 
-SLIM = Stage("slim", version=1, run=slim_checkpoint, tools=("ml-dtypes", "numpy"))
+SLIM = Stage("slim", version=2, run=slim_checkpoint, tools=("ml-dtypes", "numpy"))
 
 
 def _slim(
@@ -202,15 +203,20 @@ def _check_size(choice: Choice, size: int) -> None:
 
 def _check_finite(written: list[Written], allowed: tuple[str, ...]) -> None:
     names = [w.name for w in written]
-    for pattern in allowed:
+    for index, pattern in enumerate(allowed):
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise EnginesmithError(f"{pattern!r} matches no tensor", key="model.allow_nonfinite")
-    bad = [w for w in written if w.counts.nonfinite and not any(fnmatchcase(w.name, p) for p in allowed)]
+            raise EnginesmithError(
+                f"{pattern!r} matches no tensor",
+                key=f"model.allow_nonfinite.{index}",
+                hint=f"patterns match whole names as they are written, as in {names[0]}",
+            )
+    waived = {w.alias_of or w.name for w in written if any(fnmatchcase(w.name, p) for p in allowed)}
+    bad = [w for w in written if w.counts.nonfinite and w.name not in waived]
     if bad:
         raise EnginesmithError(
             f"NaN or infinity in {len(bad)} tensor{'s' if len(bad) > 1 else ''} of the checkpoint",
             key=KEY,
-            details=[f"{w.name}: {w.counts.nonfinite} elements" for w in bad],
+            details=[f"{w.name}: {w.counts.nonfinite} of {math.prod(w.shape)} elements" for w in bad],
             hint="take an earlier checkpoint; where it is meant (a mask), name the tensor in model.allow_nonfinite",
         )
 
