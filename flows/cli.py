@@ -238,8 +238,19 @@ def explain(rule: str | None, listing: bool) -> None:
 @click.option("--weights", default="auto", show_default=True, help="Which weights: auto, ema, model, or a key.")
 @click.option("--dtype", type=click.Choice(["float32", "float16"]), help="Convert floating-point weights.")
 @click.option("--allow-pickle", is_flag=True, help="Read weights out of whole pickled modules; nothing in them runs.")
+@click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out names like aux_head.*; !PATTERN keeps them.")
+@click.option("--allow-nonfinite", multiple=True, metavar="PATTERN", help="Tensors that may hold NaN or infinity.")
 @_json
-def slim(source: Path, out: Path, weights: str, dtype: str | None, allow_pickle: bool, as_json: bool) -> None:
+def slim(
+    source: Path,
+    out: Path,
+    weights: str,
+    dtype: str | None,
+    allow_pickle: bool,
+    drop: tuple[str, ...],
+    allow_nonfinite: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Keep the weights of the checkpoint SOURCE and write them to OUT (.safetensors)."""
     from enginesmith.flows.workbench import put_file, scratch_store
     from enginesmith.tasks.slim import SLIM, checkpoint_source
@@ -251,8 +262,8 @@ def slim(source: Path, out: Path, weights: str, dtype: str | None, allow_pickle:
             weights=weights,
             dtype=dtype,
             allow_pickle=allow_pickle,
-            drop=(),
-            allow_nonfinite=(),
+            drop=drop,
+            allow_nonfinite=allow_nonfinite,
         )
         put_file(artifact, "weights.safetensors", out)
         _report(artifact, out, as_json)
